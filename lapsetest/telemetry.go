@@ -1,0 +1,146 @@
+package lapsetest
+
+import (
+	"context"
+	"errors"
+	"io"
+	"time"
+
+	v2 "github.com/apache/rocketmq-clients/golang/v5/protocol/v2"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/durationpb"
+)
+
+// Telemetry answers every Settings with the server's own view of them, on which
+// the client's Start waits.
+func (s *service) Telemetry(stream grpc.BidiStreamingServer[v2.TelemetryCommand, v2.TelemetryCommand]) error {
+	b := s.b
+	ctx := stream.Context()
+	b.countStream(1)
+	defer b.countStream(-1)
+	for {
+		cmd, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		answer, err, done := b.before(ctx, Telemetry, cmd)
+		if err != nil {
+			return err
+		}
+		if !done {
+			if cmd.GetSettings() == nil {
+				continue
+			}
+			if answer, err = b.settle(ctx, cmd.GetSettings()); err != nil {
+				return err
+			}
+			if b.lose(Telemetry) {
+				continue
+			}
+		}
+		reply, ok := answer.(*v2.TelemetryCommand)
+		if !ok || reply == nil {
+			continue // a control function that chose silence
+		}
+		if err := stream.Send(reply); err != nil {
+			return err
+		}
+	}
+}
+
+func (b *Broker) countStream(by int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.streams += by
+	b.noteChange()
+}
+
+func (b *Broker) countConn(by int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.conns += by
+	b.noteChange()
+}
+
+// settle remembers a client's settings and returns the server's answer to them.
+func (b *Broker) settle(ctx context.Context, in *v2.Settings) (*v2.TelemetryCommand, error) {
+	id := clientID(ctx)
+	if id == "" {
+		return nil, status.Error(codes.InvalidArgument, "process client telemetryCommand failed. client id cannot be empty")
+	}
+	out := proto.CloneOf(in)
+	out.Metric = nil // the client dereferences its endpoints (metric.go:341)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch {
+	case in.GetPublishing() != nil:
+		out.BackoffPolicy = nil
+		if n := b.opts.sendAttempts; n > 0 {
+			out.BackoffPolicy = backoff(n)
+		}
+		out.GetPublishing().MaxBodySize = maxBodySize
+		out.GetPublishing().ValidateMessageType = true
+	case in.GetSubscription() != nil:
+		g, st := b.findGroup(in.GetSubscription().GetGroup())
+		if st != nil {
+			return nil, status.Error(codes.InvalidArgument, "process client telemetryCommand failed. "+st.GetMessage())
+		}
+		out.BackoffPolicy = backoff(int32(g.retries) + 1)
+		sub := out.GetSubscription()
+		sub.Fifo = proto.Bool(false)
+		sub.ReceiveBatchSize = proto.Int32(maxBatch)
+		sub.LongPollingTimeout = durationpb.New(maxPoll)
+	default:
+		return nil, status.Error(codes.InvalidArgument, "process client telemetryCommand failed. neither publishing nor subscription is set")
+	}
+	b.clients[id] = proto.CloneOf(in)
+	b.noteChange()
+	return &v2.TelemetryCommand{
+		Status:  result(v2.Code_OK, ""),
+		Command: &v2.TelemetryCommand_Settings{Settings: out},
+	}, nil
+}
+
+// backoff is the proxy's default policy: 10 ms, doubling, at most 1 s.
+func backoff(attempts int32) *v2.RetryPolicy {
+	return &v2.RetryPolicy{
+		MaxAttempts: attempts,
+		Strategy: &v2.RetryPolicy_ExponentialBackoff{ExponentialBackoff: &v2.ExponentialBackoff{
+			Initial:    durationpb.New(10 * time.Millisecond),
+			Max:        durationpb.New(time.Second),
+			Multiplier: 2,
+		}},
+	}
+}
+
+var unknownClient = result(v2.Code_UNRECOGNIZED_CLIENT_TYPE, "cannot find client settings for this client")
+
+// Heartbeat answers OK to a client whose settings are known.
+func (s *service) Heartbeat(ctx context.Context, _ *v2.HeartbeatRequest) (*v2.HeartbeatResponse, error) {
+	s.b.mu.Lock()
+	defer s.b.mu.Unlock()
+	if s.b.clients[clientID(ctx)] == nil {
+		return &v2.HeartbeatResponse{Status: unknownClient}, nil
+	}
+	return &v2.HeartbeatResponse{Status: result(v2.Code_OK, "")}, nil
+}
+
+// NotifyClientTermination forgets a client.
+func (s *service) NotifyClientTermination(ctx context.Context, _ *v2.NotifyClientTerminationRequest) (*v2.NotifyClientTerminationResponse, error) {
+	b := s.b
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	id := clientID(ctx)
+	if b.clients[id] == nil {
+		return &v2.NotifyClientTerminationResponse{Status: unknownClient}, nil
+	}
+	delete(b.clients, id)
+	b.noteChange()
+	return &v2.NotifyClientTerminationResponse{Status: result(v2.Code_OK, "")}, nil
+}
