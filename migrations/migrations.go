@@ -1,0 +1,141 @@
+// Package migrations holds lapse's tables as embedded SQL and brings a database up or down to a version.
+//
+// DDL is not transactional in MySQL: a file of several statements that fails in the middle can neither go on nor back. So every
+// file has exactly one statement, and a lock on one pinned connection keeps two deployments from running at once. The rule for
+// changes is expand, then contract: a binary made for version N runs on N and on N+1.
+package migrations
+
+import (
+	"context"
+	"database/sql"
+	"embed"
+	"errors"
+	"fmt"
+	"io/fs"
+	"time"
+
+	"github.com/pressly/goose/v3"
+	"github.com/pressly/goose/v3/database"
+)
+
+// Table is where the applied versions are kept. It is not goose's default name: a shop's own migrations may use that one in the
+// same database.
+const Table = "lapse_schema_version"
+
+// Version is the schema version that this build was made for: the number of the newest embedded file.
+const Version = 11
+
+// lockWait bounds the wait for another deployment's migration. DDL on big tables takes minutes, not hours.
+const lockWait = 5 * time.Minute
+
+//go:embed sql/*.sql
+var files embed.FS
+
+// ErrLocked is returned by Up and Down when another migration held the lock for longer than five minutes.
+var ErrLocked = errors.New("another migration is running")
+
+// Applied is one version and when it was applied; a zero time says that it is pending.
+type Applied struct {
+	Version int64
+	Name    string
+	At      time.Time
+}
+
+// Up applies every pending migration and returns the names of those it applied, oldest first. It is safe to call from several
+// processes: they wait for each other. The session needs CREATE, ALTER, INDEX and DROP on its database.
+func Up(ctx context.Context, db *sql.DB) ([]string, error) {
+	return locked(ctx, db, func(p *goose.Provider) ([]string, error) {
+		results, err := p.Up(ctx)
+		return names(results), explain("apply migrations", err)
+	})
+}
+
+// Down takes back migrations until the schema is at version target; 0 takes back all of them, and the data with them.
+func Down(ctx context.Context, db *sql.DB, target int64) ([]string, error) {
+	return locked(ctx, db, func(p *goose.Provider) ([]string, error) {
+		results, err := p.DownTo(ctx, target)
+		return names(results), explain("take back migrations", err)
+	})
+}
+
+// Status lists every embedded migration, oldest first, and when it was applied.
+func Status(ctx context.Context, db *sql.DB) ([]Applied, error) {
+	p, err := provider(db)
+	if err != nil {
+		return nil, err
+	}
+	all, err := p.Status(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("read schema version: %w", err)
+	}
+	applied := make([]Applied, 0, len(all))
+	for _, s := range all {
+		applied = append(applied, Applied{Version: s.Source.Version, Name: s.Source.Path, At: s.AppliedAt})
+	}
+	return applied, nil
+}
+
+func provider(db *sql.DB) (*goose.Provider, error) {
+	dir, err := fs.Sub(files, "sql")
+	if err != nil {
+		return nil, fmt.Errorf("open embedded migrations: %w", err)
+	}
+	store, err := database.NewStore(database.DialectMySQL, Table)
+	if err != nil {
+		return nil, fmt.Errorf("open version table %s: %w", Table, err)
+	}
+	p, err := goose.NewProvider(database.DialectCustom, db, dir, goose.WithStore(store))
+	if err != nil {
+		return nil, fmt.Errorf("read embedded migrations: %w", err)
+	}
+	return p, nil
+}
+
+// locked runs do while holding a named lock of the database on a connection of its own: GET_LOCK belongs to one session, and
+// goose takes whatever connection the pool gives it.
+func locked(ctx context.Context, db *sql.DB, do func(*goose.Provider) ([]string, error)) (_ []string, err error) {
+	p, err := provider(db)
+	if err != nil {
+		return nil, err
+	}
+	conn, err := db.Conn(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("connect to migrate: %w", err)
+	}
+	defer conn.Close() //nolint:errcheck // the lock goes with the session whatever Close says
+	var got sql.NullInt64
+	// The name carries the database: the lock is one for the whole server.
+	if err := conn.QueryRowContext(ctx, "SELECT GET_LOCK(LEFT(CONCAT('lapse.migrate.', DATABASE()), 64), ?)", int(lockWait.Seconds())).Scan(&got); err != nil {
+		return nil, fmt.Errorf("take the migration lock: %w", err)
+	}
+	if got.Int64 != 1 {
+		return nil, fmt.Errorf("take the migration lock: %w for more than %s; look for it with SHOW PROCESSLIST", ErrLocked, lockWait)
+	}
+	defer func() {
+		_, unlockErr := conn.ExecContext(context.WithoutCancel(ctx), "DO RELEASE_LOCK(LEFT(CONCAT('lapse.migrate.', DATABASE()), 64))")
+		if err == nil && unlockErr != nil {
+			err = fmt.Errorf("release the migration lock: %w", unlockErr)
+		}
+	}()
+	return do(p)
+}
+
+func names(results []*goose.MigrationResult) []string {
+	list := make([]string, 0, len(results))
+	for _, r := range results {
+		list = append(list, r.Source.Path)
+	}
+	return list
+}
+
+func explain(doing string, err error) error {
+	if err == nil {
+		return nil
+	}
+	var partial *goose.PartialError
+	if errors.As(err, &partial) && partial.Failed != nil {
+		return fmt.Errorf("%s: %s failed after %d were done (each file is one statement, so nothing of it is left; mend the cause and run it again): %w",
+			doing, partial.Failed.Source.Path, len(partial.Applied), err)
+	}
+	return fmt.Errorf("%s: %w", doing, err)
+}
