@@ -1,0 +1,194 @@
+// Package producer is what checkout code imports: it places orders, records payments, extends deadlines and cancels.
+//
+// It is a database client and nothing else. Placing an order commits the order and the outbox row that makes the relay send its timed
+// message; the broker is not asked, so a broker that is slow or down cannot slow or fail a checkout. (A test holds that this package
+// links neither RocketMQ nor gRPC.)
+//
+// Every verb exists twice. The …Tx form joins the transaction that the shop's own code has open on its gorm handle, so that the order,
+// its outbox row and the shop's rows commit together or not at all; the other form opens a transaction of its own.
+package producer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"gorm.io/gorm"
+
+	"github.com/lapse-orders/lapse/orders"
+)
+
+// These are the types of package orders, under the names that a checkout meets them by.
+type (
+	NewOrder      = orders.NewOrder      // what is placed
+	Order         = orders.Order         // what is stored
+	Item          = orders.Item          // a line of an order
+	Payment       = orders.Payment       // a gateway's notice
+	PaymentResult = orders.PaymentResult // what the money did
+	Extension     = orders.Extension     // what became of a wish for more time
+	Outcome       = orders.Outcome       // what became of an order in a cancel
+)
+
+// Config has the settings of a [Client]. The zero value of each field means its default.
+type Config struct {
+	// Timeout is the time from placing to the deadline, for orders that name none. Default 30 minutes.
+	Timeout time.Duration
+	// MaxLifetime caps every deadline, also an extended one, at this long after placing. Default 7 days.
+	MaxLifetime time.Duration
+	// MaxOpenConns bounds the pool that [Open] makes. Default 16.
+	MaxOpenConns int
+	// Registerer takes the metrics lapse_orders_placed_total, lapse_payments_total and lapse_place_duration_seconds. Default: off.
+	Registerer prometheus.Registerer
+}
+
+// Client is safe for concurrent use.
+type Client struct {
+	store    *orders.Store
+	placed   prometheus.Counter
+	refused  *prometheus.CounterVec
+	payments *prometheus.CounterVec
+	duration prometheus.Histogram
+}
+
+// Open makes a client with a pool of its own, from a DSN as user:password@tcp(host:port)/database. It checks its arguments and dials
+// nothing: the first verb does. Close it after the last verb.
+func Open(dsn string, cfg Config) (*Client, error) {
+	store, err := orders.Open(dsn, cfg.orders())
+	if err != nil {
+		return nil, err
+	}
+	c, err := newClient(store, cfg.Registerer)
+	if err != nil {
+		return nil, errors.Join(err, store.Close())
+	}
+	return c, nil
+}
+
+// New makes a client on the shop's own gorm handle, whose pool the verbs without Tx then use. The handle's settings (logger, naming,
+// hooks, prepared statements) do not matter and are not touched. Close leaves the pool open.
+func New(db *gorm.DB, cfg Config) (*Client, error) {
+	store, err := orders.New(db, cfg.orders())
+	if err != nil {
+		return nil, err
+	}
+	return newClient(store, cfg.Registerer)
+}
+
+func (c Config) orders() orders.Config {
+	return orders.Config{Timeout: c.Timeout, MaxLifetime: c.MaxLifetime, MaxOpenConns: c.MaxOpenConns}
+}
+
+func newClient(store *orders.Store, registerer prometheus.Registerer) (*Client, error) {
+	c := &Client{
+		store:  store,
+		placed: prometheus.NewCounter(prometheus.CounterOpts{Name: "lapse_orders_placed_total", Help: "Orders placed. In a caller's transaction they count before its commit."}),
+		refused: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "lapse_orders_refused_total",
+			Help: "Orders that were not placed, by reason: out_of_stock, unknown_sku, invalid, exists, error."}, []string{"reason"}),
+		payments: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "lapse_payments_total",
+			Help: "Payments recorded, by outcome: accepted, duplicate, late, mismatch; notices that came again: repeated."}, []string{"outcome"}),
+		duration: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "lapse_place_duration_seconds", Help: "Time to place an order, its retries included.",
+			Buckets: prometheus.ExponentialBuckets(0.0005, 2, 14)}),
+	}
+	if registerer == nil {
+		return c, nil
+	}
+	for _, m := range []prometheus.Collector{c.placed, c.refused, c.payments, c.duration} {
+		if err := registerer.Register(m); err != nil {
+			return nil, fmt.Errorf("register metrics of the producer: %w", err)
+		}
+	}
+	return c, nil
+}
+
+// Ready asks whether the verbs can work: the database is reachable, writable, and has the tables. A checkout's readiness should not
+// depend on anything else of lapse.
+func (c *Client) Ready(ctx context.Context) error { return c.store.Ready(ctx) }
+
+// Close closes the pool of a client from [Open].
+func (c *Client) Close() error { return c.store.Close() }
+
+// PlaceOrder commits an order, its reservation and its outbox row. Errors: those of [orders.Store.Place].
+func (c *Client) PlaceOrder(ctx context.Context, n NewOrder) (Order, error) {
+	start := time.Now()
+	o, err := c.store.Place(ctx, n)
+	return o, c.count(start, err)
+}
+
+// PlaceOrderTx is PlaceOrder in the caller's transaction. When the caller rolls back, no message is sent.
+func (c *Client) PlaceOrderTx(ctx context.Context, tx *gorm.DB, n NewOrder) (Order, error) {
+	start := time.Now()
+	o, err := c.store.PlaceTx(ctx, tx, n)
+	return o, c.count(start, err)
+}
+
+func (c *Client) count(start time.Time, err error) error {
+	c.duration.Observe(time.Since(start).Seconds())
+	switch {
+	case err == nil:
+		c.placed.Inc()
+	case errors.Is(err, orders.ErrOutOfStock):
+		c.refused.WithLabelValues("out_of_stock").Inc()
+	case errors.Is(err, orders.ErrUnknownSKU):
+		c.refused.WithLabelValues("unknown_sku").Inc()
+	case errors.Is(err, orders.ErrInvalid):
+		c.refused.WithLabelValues("invalid").Inc()
+	case errors.Is(err, orders.ErrExists):
+		c.refused.WithLabelValues("exists").Inc()
+	default:
+		c.refused.WithLabelValues("error").Inc()
+	}
+	return err
+}
+
+// RecordPayment records a gateway's notice: the order becomes paid, or the money gets its refund record. The same notice again gives
+// the first result. Errors: those of [orders.Store.RecordPayment]; answer the gateway with failure on every one, so that it asks again.
+func (c *Client) RecordPayment(ctx context.Context, p Payment) (PaymentResult, error) {
+	result, err := c.store.RecordPayment(ctx, p)
+	return result, c.countPayment(result, err)
+}
+
+// RecordPaymentTx is RecordPayment in the caller's transaction.
+func (c *Client) RecordPaymentTx(ctx context.Context, tx *gorm.DB, p Payment) (PaymentResult, error) {
+	result, err := c.store.RecordPaymentTx(ctx, tx, p)
+	return result, c.countPayment(result, err)
+}
+
+func (c *Client) countPayment(result PaymentResult, err error) error {
+	switch {
+	case err != nil:
+	case result.Repeated:
+		c.payments.WithLabelValues("repeated").Inc()
+	default:
+		c.payments.WithLabelValues(string(result.Outcome)).Inc()
+	}
+	return err
+}
+
+// ExtendDeadline moves the deadline of an unpaid order to a later instant. Errors: those of [orders.Store.ExtendDeadline].
+func (c *Client) ExtendDeadline(ctx context.Context, id int64, until time.Time, actor string) (Extension, error) {
+	return c.store.ExtendDeadline(ctx, id, until, actor)
+}
+
+// ExtendDeadlineTx is ExtendDeadline in the caller's transaction.
+func (c *Client) ExtendDeadlineTx(ctx context.Context, tx *gorm.DB, id int64, until time.Time, actor string) (Extension, error) {
+	return c.store.ExtendDeadlineTx(ctx, tx, id, until, actor)
+}
+
+// Cancel cancels an unpaid order by hand and releases its stock. Errors: those of [orders.Store.Cancel].
+func (c *Client) Cancel(ctx context.Context, id int64, actor, reason string) (Outcome, error) {
+	return c.store.Cancel(ctx, id, actor, reason)
+}
+
+// CancelTx is Cancel in the caller's transaction.
+func (c *Client) CancelTx(ctx context.Context, tx *gorm.DB, id int64, actor, reason string) (Outcome, error) {
+	return c.store.CancelTx(ctx, tx, id, actor, reason)
+}
+
+// Get reads an order; [orders.ErrNotFound] where there is none.
+func (c *Client) Get(ctx context.Context, id int64) (Order, error) { return c.store.Get(ctx, id) }
+
+// IsRetryable reports whether the caller of a …Tx function should roll back its transaction and run it again from the start: the
+// database broke a deadlock, or a lock was not to be had in time.
+func IsRetryable(err error) bool { return orders.IsRetryable(err) }
