@@ -116,11 +116,12 @@ EOF
 }
 
 # unpacked_runner DIR: prints the command words that run a program of DIR with DIR's own C library, one a line.
+# Packages of a release without the merged /usr (Debian 12) have it under /lib, newer ones under /usr/lib.
 unpacked_runner() {
   local loader path
-  loader=$(find "$1/usr" -maxdepth 3 -name 'ld-linux*.so.*' -print -quit)
+  loader=$(find "$1/usr/lib" "$1/usr/lib64" "$1/lib" -maxdepth 2 -name 'ld-linux*.so.*' -type f -print -quit 2>/dev/null) || true
   [[ -n $loader ]] || return 1
-  path=$(find "$1/usr/lib" -maxdepth 1 -name '*-linux-gnu*' -type d | paste -sd:)
+  path=$(find "$1/usr/lib" "$1/lib" -maxdepth 1 -name '*-linux-gnu*' -type d 2>/dev/null | paste -sd:) || true
   printf '%s\n' "$loader" --library-path "$path"
 }
 
