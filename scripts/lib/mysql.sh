@@ -22,11 +22,12 @@ server_flags() {
 }
 
 # The account for tests exists from the first moment, on both servers: it is written at initialisation and kept out of the binlog, since
-# the replica could not create it a second time.
+# the replica could not create it a second time. MariaDB's own system tables come with that account, without a password.
 root_sql() {
   cat <<EOF
 SET SESSION sql_log_bin = 0;
-CREATE USER 'root'@'127.0.0.1' IDENTIFIED BY '$ROOT_PASSWORD';
+CREATE USER IF NOT EXISTS 'root'@'127.0.0.1';
+ALTER USER 'root'@'127.0.0.1' IDENTIFIED BY '$ROOT_PASSWORD';
 GRANT ALL PRIVILEGES ON *.* TO 'root'@'127.0.0.1' WITH GRANT OPTION;
 EOF
 }
