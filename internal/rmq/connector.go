@@ -13,6 +13,7 @@ import (
 	golang "github.com/apache/rocketmq-clients/golang/v5"
 	"github.com/apache/rocketmq-clients/golang/v5/credentials"
 	v2 "github.com/apache/rocketmq-clients/golang/v5/protocol/v2"
+	"google.golang.org/grpc/codes"
 )
 
 const (
@@ -192,10 +193,11 @@ func (c *connector[C]) connect(group string) error {
 // withFix says what to do about a refusal of the settings.
 func (c *connector[C]) withFix(err error, group string) error {
 	code, _ := Code(err)
-	switch v2.Code(code) {
-	case v2.Code_CONSUMER_GROUP_NOT_FOUND:
-		return fmt.Errorf("consumer group %s does not exist at %s; create it with: mqadmin updateSubGroup -n NAMESERVER:9876 -c DefaultCluster -g %s -r 16: %w", group, c.cfg.Endpoints, group, err)
-	case v2.Code_UNAUTHORIZED, v2.Code_FORBIDDEN:
+	switch {
+	case group != "" && (v2.Code(code) == v2.Code_CONSUMER_GROUP_NOT_FOUND || transportCode(err) == codes.InvalidArgument):
+		// The proxy ends the stream with InvalidArgument; the code 40403 is in its text.
+		return fmt.Errorf("%s refuses consumer group %s; if it does not exist, create it with: mqadmin updateSubGroup -n NAMESERVER:9876 -c DefaultCluster -g %s -r 16: %w", c.cfg.Endpoints, group, group, err)
+	case v2.Code(code) == v2.Code_UNAUTHORIZED || v2.Code(code) == v2.Code_FORBIDDEN:
 		return fmt.Errorf("%s refuses the credentials; check access key, secret key and the rights of that user: %w", c.cfg.Endpoints, err)
 	}
 	return fmt.Errorf("no settings from %s for the client to start with: %w", c.cfg.Endpoints, err)
