@@ -74,9 +74,11 @@ start_mysql() {
     rm -f "$STATE/$part/init.sql"
     : >"$STATE/$part/ready"
   fi
+  # Left by a server that was killed. The next one refuses to start while its pid is taken, if only by a zombie or somebody else.
+  rm -f "$STATE/$part/data/mysql.sock" "$STATE/$part/data/mysql.sock.lock" "$STATE/$part/server.pid"
   mapfile -t flags < <(server_flags "$part")
   launch "$part" "${MYSQLD[@]}" "${flags[@]}"
-  await "$part" "$START_TIMEOUT" "answer to a connection" sql "$(root_dsn "$port")" -e 'SELECT 1' || exit 1
+  await "$part" "$START_TIMEOUT" "an answer to a connection" sql "$(root_dsn "$port")" -e 'SELECT 1' || exit 1
   say "$part: up on port $port ($((SECONDS - begun)) s)"
 }
 
@@ -121,7 +123,7 @@ CHANGE REPLICATION SOURCE TO SOURCE_HOST = '127.0.0.1', SOURCE_PORT = $PORT_MYSQ
 START REPLICA;
 SET PERSIST super_read_only = ON;
 EOF
-    await replica "$START_TIMEOUT" "running replication" sql "$dsn" --expect 2 \
+    await replica "$START_TIMEOUT" "a running replication" sql "$dsn" --expect 2 \
       -e "SELECT (SELECT COUNT(*) FROM performance_schema.replication_connection_status WHERE service_state = 'ON') + (SELECT COUNT(*) FROM performance_schema.replication_applier_status WHERE service_state = 'ON')" || exit 1
   else
     sql "$dsn" <<EOF || fail "replica: replication could not be set up"
@@ -131,10 +133,10 @@ CHANGE MASTER TO MASTER_HOST = '127.0.0.1', MASTER_PORT = $PORT_MYSQL, MASTER_US
 START SLAVE;
 SET GLOBAL read_only = ON;
 EOF
-    await replica "$START_TIMEOUT" "running replication" sql "$dsn" --expect 1 \
+    await replica "$START_TIMEOUT" "a running replication" sql "$dsn" --expect 1 \
       -e "SELECT COUNT(*) FROM information_schema.global_status WHERE variable_name = 'SLAVE_RUNNING' AND variable_value = 'ON'" || exit 1
   fi
   # The accounts came over replication, so this also shows that it works.
-  await replica "$START_TIMEOUT" "account of role read, by replication" sql "lapse_read:$READ_PASSWORD@tcp(127.0.0.1:$PORT_REPLICA)/lapse" -e 'SELECT 1' || exit 1
+  await replica "$START_TIMEOUT" "the account of role read, by replication" sql "lapse_read:$READ_PASSWORD@tcp(127.0.0.1:$PORT_REPLICA)/lapse" -e 'SELECT 1' || exit 1
   say "replica: follows mysql, read-only"
 }

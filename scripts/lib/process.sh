@@ -78,7 +78,7 @@ await() {
       return 1
     fi
     if ((SECONDS - begun > limit)); then
-      give_up "$part" "$part did not come up: no $what within $limit s${last:+: $last}"
+      give_up "$part" "$part did not come up: waited $limit s for $what${last:+: $last}"
       return 1
     fi
     sleep 0.1

@@ -22,6 +22,8 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	v2 "github.com/apache/rocketmq-clients/golang/v5/protocol/v2"
+
+	"github.com/lapse-orders/lapse/internal/rmq/admin"
 )
 
 func main() {
@@ -36,7 +38,7 @@ func main() {
 
 func run(ctx context.Context, args []string, stdin io.Reader) error {
 	if len(args) == 0 {
-		return errors.New("use: stackctl sql [-e statement] [--expect value] | stackctl broker --endpoints … --broker … --topic … --group …")
+		return errors.New("use: stackctl sql [-e statement] [--expect value] | stackctl broker --endpoints … --broker … --topic … --group … --precision …")
 	}
 	switch args[0] {
 	case "sql":
@@ -69,7 +71,7 @@ func runSQL(ctx context.Context, args []string, stdin io.Reader) error {
 		return fmt.Errorf("connect: %w", err)
 	}
 	db := sql.OpenDB(connector)
-	defer db.Close()
+	defer db.Close() //nolint:errcheck // nothing is left to lose
 
 	script := *statement
 	if script == "" {
@@ -99,24 +101,37 @@ type silent struct{}
 
 func (silent) Print(...any) {}
 
-// runBroker verifies that the proxy's route of the topic says DELAY.
+// runBroker makes sure that the topic and the group are there as lapse needs them, that the group will get every message, and that clients are
+// told so: it repairs what is missing, refuses what is different, and waits for the proxy's route.
 func runBroker(ctx context.Context, args []string) error {
 	flags := flag.NewFlagSet("broker", flag.ContinueOnError)
 	endpoints := flags.String("endpoints", "", "host:port of the gRPC proxy")
-	_ = flags.String("broker", "", "host:port of the broker's remoting server")
-	topic := flags.String("topic", "", "topic of type DELAY")
-	_ = flags.String("group", "", "consumer group")
+	broker := flags.String("broker", "", "host:port of the broker's remoting server")
+	topic := flags.String("topic", "", "topic of type DELAY, created with 8 queues if missing")
+	group := flags.String("group", "", "consumer group, created with 16 retries if missing")
+	precision := flags.String("precision", "", "timerPrecisionMs that the broker must have in force")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
 	// The proxy keeps "topic not found" for 20 s after a look-up that came too early.
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
+
+	client := admin.New(*broker)
+	if err := checkConfig(ctx, client, *precision); err != nil {
+		return err
+	}
+	if err := ensure(ctx, client, *topic, *group); err != nil {
+		return err
+	}
+	if err := safeOffsets(ctx, client, *group, *topic); err != nil {
+		return err
+	}
 	conn, err := grpc.NewClient(*endpoints, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		return fmt.Errorf("proxy %s: %w", *endpoints, err)
 	}
-	defer conn.Close()
+	defer conn.Close() //nolint:errcheck // the process ends
 	tick := time.NewTicker(500 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -126,10 +141,75 @@ func runBroker(ctx context.Context, args []string) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("route of topic %s at %s, for 30 s: %w", *topic, *endpoints, err)
+			return fmt.Errorf("route of topic %s at %s, asked for 30 s: %w", *topic, *endpoints, err)
 		case <-tick.C:
 		}
 	}
+}
+
+// checkConfig reads back the settings without which timed messages get lost. The broker drops a line of broker.conf that it does not
+// understand, a trailing blank is enough, and says nothing.
+func checkConfig(ctx context.Context, client *admin.Client, precision string) error {
+	config, err := client.BrokerConfig(ctx)
+	if err != nil {
+		return err
+	}
+	for key, want := range map[string]string{
+		"timerEnableRetryUntilSuccess": "true",
+		"timerWheelEnable":             "true",
+		"timerSkipUnknownError":        "false",
+		"timerRocksDBEnable":           "false",
+		"cleanFileForciblyEnable":      "false",
+		"autoCreateTopicEnable":        "false",
+		"autoCreateSubscriptionGroup":  "false",
+		"timerPrecisionMs":             precision,
+	} {
+		if got := config[key]; got != want {
+			return fmt.Errorf("the broker has %s=%q in force, want %q: see configs/rocketmq/broker.conf", key, got, want)
+		}
+	}
+	return nil
+}
+
+// ensure creates what is missing. A topic of another type is refused: its messages would be lost by a change, so that is for a person.
+func ensure(ctx context.Context, client *admin.Client, topic, group string) error {
+	t, err := client.Topic(ctx, topic)
+	switch {
+	case errors.Is(err, admin.ErrNotFound):
+		err = client.CreateTopic(ctx, topic, admin.Delay, 8)
+	case err == nil && t.Type != admin.Delay:
+		err = fmt.Errorf("topic %s is of type %s, want %s: delete it, or start from an empty store", topic, t.Type, admin.Delay)
+	}
+	if err != nil {
+		return err
+	}
+	if _, err := client.Group(ctx, group); errors.Is(err, admin.ErrNotFound) {
+		return client.CreateGroup(ctx, group, 16)
+	} else if err != nil {
+		return err
+	}
+	return nil
+}
+
+// safeOffsets gives the group a place in every queue where it has none, or one that lies beyond the end. Left to itself, a group without
+// offsets on a topic whose oldest file is gone gets the last message of each queue only, and one whose offsets outlived the topic's messages
+// misses the first ones. Messages that it gets a second time are harmless.
+func safeOffsets(ctx context.Context, client *admin.Client, group, topic string) error {
+	offsets, err := client.Offsets(ctx, group, topic)
+	if err != nil {
+		return err
+	}
+	var queues []int
+	for _, o := range offsets {
+		if o.Max > 0 && o.Committed < 0 || o.Committed > o.Max {
+			queues = append(queues, o.Queue)
+		}
+	}
+	if len(queues) == 0 {
+		return nil
+	}
+	fmt.Printf("stack: broker: group %s starts at the oldest message of %d queues of %s\n", group, len(queues), topic)
+	return client.ResetOffset(ctx, group, topic, time.Time{}, queues...)
 }
 
 // delayRoute asks the proxy for the topic's route and fails unless every queue accepts timed messages.
