@@ -178,6 +178,10 @@ func (s *Store) DB() *sql.DB { return s.db }
 // Timeout is the time from placing to the deadline of orders that name none.
 func (s *Store) Timeout() time.Duration { return s.cfg.Timeout }
 
+// EarlyWait is how long before its deadline an order is reported as not due with nothing written. Whoever asks has to wait up to
+// as long.
+func (s *Store) EarlyWait() time.Duration { return s.cfg.EarlyWait }
+
 // Close closes the pool of a store from [Open]. Call it last: whoever still works on orders needs it.
 func (s *Store) Close() error {
 	if !s.owned {
