@@ -1,0 +1,71 @@
+# `make help` prints the ## comments. The stack itself is scripts/stack; these targets only put the steps in order.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+# The release that is known to build with the Go of go.mod. Built from source into the cache, since it must be built with the Go that it checks.
+GOLANGCI_VERSION := v2.15.0
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lapse
+GOLANGCI := $(CACHE)/golangci-lint-$(GOLANGCI_VERSION)/golangci-lint
+SHELL_SCRIPTS := scripts/stack .ci/run $(wildcard scripts/*.sh)
+
+# Flags for a part of the tests: make test GO_TEST_ARGS='-run Cancel ./orders'
+GO_TEST_ARGS ?= ./...
+GO_TEST_TIMEOUT ?= 15m
+DEMO_ARGS ?=
+
+.PHONY: help
+help: ## Print this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: stack-up
+stack-up: ## Start MySQL with a read replica, and RocketMQ; what is missing is fetched
+	@scripts/stack up --with replica
+
+.PHONY: stack-down
+stack-down: ## Stop them; the data stays
+	@scripts/stack down
+
+.PHONY: build
+build: ## Build bin/lapse
+	@mkdir -p bin
+	go build -trimpath -ldflags '-X main.version=$(VERSION)' -o bin/lapse ./cmd/lapse
+
+.PHONY: demo
+demo: build ## The whole path on real servers; make demo DEMO_ARGS='--timeout 30m'
+	@scripts/stack up
+	@eval "$$(scripts/stack env)"; bin/lapse migrate up
+	@eval "$$(scripts/stack env)"; exec bin/lapse demo $(DEMO_ARGS)
+
+.PHONY: test
+test: ## All tests, on the real servers, with the race detector
+	@scripts/stack up --with replica
+	@eval "$$(scripts/stack env)"; export LAPSE_TEST_REQUIRE_STACK=1; \
+	  go test -race -timeout $(GO_TEST_TIMEOUT) $(GO_TEST_ARGS) || { rc=$$?; echo "The servers are still up; scripts/stack down stops them."; exit $$rc; }
+	@echo "The servers are still up; scripts/stack down stops them."
+
+.PHONY: test-full
+test-full: export LAPSE_TEST_FULL := 1
+test-full: GO_TEST_TIMEOUT := 120m
+test-full: test ## The same with the cases' times taken literally; more than an hour
+
+.PHONY: lint
+lint: $(GOLANGCI) ## go vet, golangci-lint, shellcheck
+	@command -v shellcheck >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get install -y -qq shellcheck >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq shellcheck >/dev/null; }; }; } || \
+	  { echo "lint: shellcheck is missing; install the package shellcheck" >&2; exit 3; }
+	shellcheck -x $(SHELL_SCRIPTS)
+	go vet ./...
+	$(GOLANGCI) run ./...
+
+$(GOLANGCI):
+	@echo "building golangci-lint $(GOLANGCI_VERSION) into $(@D) (some minutes, once)"
+	@mkdir -p "$(CACHE)"
+	@GOBIN="$(@D).part" GOFLAGS= go install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_VERSION)
+	@mkdir -p "$(@D)" && mv "$(@D).part/golangci-lint" "$@" && rmdir "$(@D).part"
+
+.PHONY: fmt
+fmt: ## gofmt everything
+	gofmt -l -w $$(git ls-files '*.go')
