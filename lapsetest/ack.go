@@ -17,13 +17,12 @@ func (s *service) AckMessage(_ context.Context, req *v2.AckMessageRequest) (*v2.
 	}
 	answer := &v2.AckMessageResponse{}
 	for _, e := range req.GetEntries() {
-		d, code, text := b.lookUp(e.GetReceiptHandle())
-		if d != nil {
+		d, current, st := b.lookUp(e.GetReceiptHandle())
+		if current {
 			b.remove(d)
 			d.cursor.group.acked = append(d.cursor.group.acked, d.view())
 			b.noteChange()
 		}
-		st := result(code, text)
 		answer.Entries = append(answer.Entries, &v2.AckMessageResultEntry{
 			MessageId:     e.GetMessageId(),
 			ReceiptHandle: e.GetReceiptHandle(),
@@ -32,7 +31,7 @@ func (s *service) AckMessage(_ context.Context, req *v2.AckMessageRequest) (*v2.
 		switch {
 		case answer.Status == nil:
 			answer.Status = st
-		case answer.Status.GetCode() != code:
+		case answer.Status.GetCode() != st.GetCode():
 			answer.Status = result(v2.Code_MULTIPLE_RESULTS, "")
 		}
 	}
@@ -42,18 +41,24 @@ func (s *service) AckMessage(_ context.Context, req *v2.AckMessageRequest) (*v2.
 	return answer, nil
 }
 
-// checkNames returns why a topic and group cannot be used, nil if they can. The
-// caller holds mu.
+// checkNames returns what is wrong with the names in an acknowledgement, nil if
+// nothing is. A group that is not there is taken: the handle says it all. The caller
+// holds mu.
 func (b *Broker) checkNames(topic, group *v2.Resource) *v2.Status {
-	if _, st := b.findTopic(topic); st != nil {
+	if _, st := b.findGroup(group); st.GetCode() == v2.Code_ILLEGAL_CONSUMER_GROUP {
 		return st
 	}
-	_, st := b.findGroup(group)
+	_, st := b.findTopic(topic)
+	if st.GetCode() == v2.Code_TOPIC_NOT_FOUND {
+		return result(v2.Code_INTERNAL_SERVER_ERROR, st.GetMessage())
+	}
 	return st
 }
 
 // ChangeInvisibleDuration hides a message for another while, counted from now, and
-// gives it a new handle.
+// gives it a new handle. With a handle that was replaced or acknowledged before, the
+// message comes once more for each such call: measured on the real one, and the
+// reason to keep the newest handle only.
 func (s *service) ChangeInvisibleDuration(_ context.Context, req *v2.ChangeInvisibleDurationRequest) (*v2.ChangeInvisibleDurationResponse, error) {
 	b := s.b
 	b.mu.Lock()
@@ -66,15 +71,14 @@ func (s *service) ChangeInvisibleDuration(_ context.Context, req *v2.ChangeInvis
 	if st != nil {
 		return &v2.ChangeInvisibleDurationResponse{Status: st}, nil
 	}
-	d, code, text := b.lookUp(req.GetReceiptHandle())
+	d, current, st := b.lookUp(req.GetReceiptHandle())
 	if d == nil {
-		answer := &v2.ChangeInvisibleDurationResponse{Status: result(code, text)}
-		if code == v2.Code_OK {
-			answer.ReceiptHandle = req.GetReceiptHandle()
-		}
-		return answer, nil
+		return &v2.ChangeInvisibleDurationResponse{Status: st}, nil
+	}
+	if !current {
+		d = b.deliver(d.cursor, d.msg, d.attempt)
 	}
 	b.hide(d, b.now(), invisible)
 	b.noteVisible()
-	return &v2.ChangeInvisibleDurationResponse{Status: result(v2.Code_OK, ""), ReceiptHandle: d.handle()}, nil
+	return &v2.ChangeInvisibleDurationResponse{Status: st, ReceiptHandle: d.handle()}, nil
 }

@@ -77,6 +77,7 @@ type options struct {
 	lag           time.Duration
 	routeCache    time.Duration
 	sendAttempts  int32
+	recall        bool
 	tls           bool
 	accessKey     string
 	secretKey     string
@@ -115,6 +116,11 @@ func WithRouteCache(d time.Duration) Option { return func(o *options) { o.routeC
 // WithMaxAttempts holds; for the client applies the answer without a lock, which
 // the race detector reports.
 func WithSendAttempts(n int) Option { return func(o *options) { o.sendAttempts = int32(n) } }
+
+// WithRecall allows RecallMessage (recallMessageEnable). Default: it is forbidden, as
+// in a real broker that is not told otherwise; recall handles are handed out all the
+// same.
+func WithRecall() Option { return func(o *options) { o.recall = true } }
 
 // WithTLS makes the endpoint speak TLS with a certificate of its own for
 // 127.0.0.1, ::1 and localhost; see [Broker.CertPool] and [Broker.CertPEM].

@@ -171,9 +171,16 @@ func (b *Broker) InFlight(group string) []Message {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := b.now()
+	var hidden []*delivery
+	for _, t := range b.topics {
+		if c := t.cursors[group]; c != nil {
+			hidden = append(hidden, c.hidden...)
+		}
+	}
+	slices.SortFunc(hidden, func(a, z *delivery) int { return int(a.id - z.id) })
 	var out []Message
-	for _, id := range slices.Sorted(maps.Keys(b.deliveries)) {
-		if d := b.deliveries[id]; d.cursor.group.name == group && d.visibleAt.After(now) {
+	for _, d := range hidden {
+		if d.visibleAt.After(now) {
 			out = append(out, d.view())
 		}
 	}

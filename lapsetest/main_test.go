@@ -2,6 +2,7 @@ package lapsetest_test
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"sync"
@@ -32,6 +33,11 @@ func TestMain(m *testing.M) {
 		}
 	}
 	golang.ResetLogger()
+	// The tests wait, they do not compute: more of them at once than there are cores.
+	if err := flag.Set("test.parallel", "32"); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
 	original := golang.NewRpcClient
 	golang.NewRpcClient = func(target string, opts ...golang.RpcClientOption) (golang.RpcClient, error) {
 		return original(target, append(opts, golang.WithRpcClientClientConnFunc(dialPlain))...)

@@ -12,7 +12,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
-	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 )
 
@@ -58,6 +57,9 @@ func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest) (an
 		// The real proxy does not expect this either (rocketmq#8714).
 		return result(v2.Code_INTERNAL_SERVER_ERROR, `java.lang.NullPointerException: Cannot invoke "Settings.getSubscription()" because "settings" is null`), nil
 	}
+	if _, ok := ctx.Deadline(); !ok {
+		return result(v2.Code_INTERNAL_SERVER_ERROR, `Cannot invoke "java.lang.Long.longValue()" because "timeRemaining" is null. NullPointerException.`), nil
+	}
 	poll, ok := pollTime(ctx, req, settings)
 	if !ok {
 		return result(v2.Code_ILLEGAL_POLLING_TIME, "The deadline time remaining is not enough for polling, please check network condition"), nil
@@ -81,6 +83,10 @@ func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest) (an
 	}
 	if st != nil {
 		b.mu.Unlock()
+		switch st.GetCode() { // what is not there ends in an exception of the real one
+		case v2.Code_TOPIC_NOT_FOUND, v2.Code_CONSUMER_GROUP_NOT_FOUND:
+			st = result(v2.Code_INTERNAL_SERVER_ERROR, st.GetMessage())
+		}
 		return st, nil
 	}
 	c := t.cursorOf(g)
@@ -96,7 +102,7 @@ func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest) (an
 		b.mu.Lock()
 		taken, died := b.pop(c, limit, invisible, wanted)
 		if len(taken) > 0 {
-			frames := b.frames(taken, req, invisible)
+			frames := b.frames(taken, req)
 			b.mu.Unlock()
 			return frames, nil
 		}
@@ -130,10 +136,8 @@ func (b *Broker) untilNext(c *cursor) <-chan time.Time {
 // deadline minus half the client's request timeout, within 5 to 20 s; false if the
 // deadline leaves less than 5 s.
 func pollTime(ctx context.Context, req *v2.ReceiveMessageRequest, settings *v2.Settings) (time.Duration, bool) {
-	left := maxPoll
-	if deadline, ok := ctx.Deadline(); ok {
-		left = time.Until(deadline)
-	}
+	deadline, _ := ctx.Deadline()
+	left := time.Until(deadline)
 	poll := left - settings.GetRequestTimeout().AsDuration()/2
 	if req.GetLongPollingTimeout() != nil {
 		poll = req.GetLongPollingTimeout().AsDuration()
@@ -174,39 +178,37 @@ func filter(f *v2.FilterExpression) (func(string) bool, *v2.Status) {
 }
 
 // frames makes the answer of a Receive that found something. The caller holds mu.
-func (b *Broker) frames(taken []*delivery, req *v2.ReceiveMessageRequest, invisible time.Duration) []*v2.ReceiveMessageResponse {
-	frames := []*v2.ReceiveMessageResponse{
-		{Content: &v2.ReceiveMessageResponse_DeliveryTimestamp{DeliveryTimestamp: timestamppb.New(b.now())}},
-		statusFrame(result(v2.Code_OK, "")),
-	}
+func (b *Broker) frames(taken []*delivery, req *v2.ReceiveMessageRequest) []*v2.ReceiveMessageResponse {
+	frames := []*v2.ReceiveMessageResponse{statusFrame(result(v2.Code_OK, ""))}
 	for _, d := range taken {
 		frames = append(frames, &v2.ReceiveMessageResponse{Content: &v2.ReceiveMessageResponse_Message{
-			Message: d.wire(req.GetMessageQueue().GetTopic(), invisible),
+			Message: d.wire(req.GetMessageQueue().GetTopic()),
 		}})
 	}
-	return frames
+	return append(frames, &v2.ReceiveMessageResponse{Content: &v2.ReceiveMessageResponse_DeliveryTimestamp{
+		DeliveryTimestamp: timestamppb.New(b.now()),
+	}})
 }
 
 // wire returns d in the form of the protocol.
-func (d *delivery) wire(topic *v2.Resource, invisible time.Duration) *v2.Message {
+func (d *delivery) wire(topic *v2.Resource) *v2.Message {
 	m := d.msg
 	sum := md5.Sum(m.Body) //nolint:gosec // the protocol's body digest
 	sys := &v2.SystemProperties{
-		Keys:              m.Keys,
-		MessageId:         m.ID,
-		BodyDigest:        &v2.Digest{Type: v2.DigestType_MD5, Checksum: strings.ToUpper(hex.EncodeToString(sum[:]))},
-		BodyEncoding:      v2.Encoding_IDENTITY,
-		BornHost:          m.system.GetBornHost(),
-		StoreTimestamp:    timestamppb.New(m.StoredAt),
-		StoreHost:         brokerName,
-		ReceiptHandle:     proto.String(d.handle()),
-		QueueId:           int32(m.queue),
-		QueueOffset:       proto.Int64(m.offset),
-		InvisibleDuration: durationpb.New(invisible),
-		DeliveryAttempt:   proto.Int32(int32(d.attempt)),
-		MessageGroup:      m.system.MessageGroup,
-		TraceContext:      m.system.TraceContext,
-		MessageType:       m.system.GetMessageType(),
+		Keys:            m.Keys,
+		MessageId:       m.ID,
+		BodyDigest:      &v2.Digest{Type: v2.DigestType_MD5, Checksum: strings.ToUpper(hex.EncodeToString(sum[:]))},
+		BodyEncoding:    v2.Encoding_IDENTITY,
+		BornHost:        m.system.GetBornHost(),
+		StoreTimestamp:  timestamppb.New(m.StoredAt),
+		StoreHost:       brokerName,
+		ReceiptHandle:   proto.String(d.handle()),
+		QueueId:         int32(m.queue),
+		QueueOffset:     proto.Int64(m.offset),
+		DeliveryAttempt: proto.Int32(int32(d.attempt)),
+		MessageGroup:    m.system.MessageGroup,
+		TraceContext:    m.system.TraceContext,
+		MessageType:     v2.MessageType_NORMAL,
 	}
 	if e := m.system.GetBodyEncoding(); e != v2.Encoding_ENCODING_UNSPECIFIED {
 		sys.BodyEncoding = e
@@ -218,6 +220,7 @@ func (d *delivery) wire(topic *v2.Resource, invisible time.Duration) *v2.Message
 		sys.BornTimestamp = timestamppb.New(m.BornAt)
 	}
 	if !m.DeliverAt.IsZero() {
+		sys.MessageType = v2.MessageType_DELAY
 		sys.DeliveryTimestamp = timestamppb.New(m.DeliverAt)
 	}
 	return &v2.Message{Topic: topic, Body: m.Body, UserProperties: m.Properties, SystemProperties: sys}

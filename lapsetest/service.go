@@ -152,7 +152,7 @@ func (b *Broker) findGroup(r *v2.Resource) (*group, *v2.Status) {
 	}
 	g, ok := b.groups[name]
 	if !ok {
-		return nil, result(v2.Code_CONSUMER_GROUP_NOT_FOUND, "subscription group "+name+" does not exist")
+		return nil, result(v2.Code_CONSUMER_GROUP_NOT_FOUND, "group not found: "+name)
 	}
 	return g, nil
 }

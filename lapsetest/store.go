@@ -46,6 +46,7 @@ type message struct {
 	Message
 	system *v2.SystemProperties // as sent
 	due    time.Time            // rounded up; zero: at once
+	tries  int                  // attempts that it brings along: of a dead letter only
 	seq    int64                // order of arrival
 	queue  int
 	offset int64
@@ -67,7 +68,8 @@ type delivery struct {
 	gen       int // of the newest handle
 	expires   time.Time
 	visibleAt time.Time
-	index     int // in cursor.hidden
+	done      bool // acknowledged or dead
+	index     int  // in cursor.hidden, unless done
 }
 
 // timers is a heap by due instant, then by arrival.
@@ -184,7 +186,7 @@ func (b *Broker) pop(c *cursor, limit int, invisible time.Duration, wanted func(
 	}
 	for len(taken) < limit && len(c.hidden) > 0 && !c.hidden[0].visibleAt.After(now) {
 		d := c.hidden[0]
-		if d.attempt > c.group.retries { // it was delivered once and retried so often
+		if !c.mayTake(d.attempt) {
 			b.bury(d)
 			died++
 			continue
@@ -196,16 +198,31 @@ func (b *Broker) pop(c *cursor, limit int, invisible time.Duration, wanted func(
 		if !wanted(m.Tag) {
 			continue // skipped for good, as the real one does
 		}
-		b.lastID++
-		d := &delivery{id: b.lastID, cursor: c, msg: m}
-		b.deliveries[d.id] = d
-		heap.Push(&c.hidden, d)
+		d := b.deliver(c, m, m.tries)
+		if !c.mayTake(d.attempt) {
+			b.bury(d)
+			died++
+			continue
+		}
 		take(d)
 	}
 	if len(taken)+died > 0 {
 		b.noteChange()
 	}
 	return taken, died
+}
+
+// mayTake reports whether a message with so many attempts behind it may be
+// delivered once more: the first time and as often as the group retries.
+func (c *cursor) mayTake(attempts int) bool { return attempts <= c.group.retries }
+
+// deliver makes a delivery of m that is visible now.
+func (b *Broker) deliver(c *cursor, m *message, attempts int) *delivery {
+	b.lastID++
+	d := &delivery{id: b.lastID, cursor: c, msg: m, attempt: attempts}
+	b.deliveries[d.id] = d
+	heap.Push(&c.hidden, d)
+	return d
 }
 
 // hide makes d invisible until now+invisible and gives it a new handle.
@@ -219,11 +236,13 @@ func (b *Broker) hide(d *delivery, now time.Time, invisible time.Duration) {
 // remove takes d out of what its group has to do.
 func (b *Broker) remove(d *delivery) {
 	heap.Remove(&d.cursor.hidden, d.index)
-	delete(b.deliveries, d.id)
+	d.done = true
 }
 
 // bury moves d to the group's dead-letter topic, which exists from the first dead
-// message on.
+// message on. The dead letter brings its attempts along, and one more: a group that
+// reads it with no more retries than the dead one's passes it on to its own dead
+// letters without having seen it. So does the real one.
 func (b *Broker) bury(d *delivery) {
 	b.remove(d)
 	g := d.cursor.group
@@ -237,6 +256,7 @@ func (b *Broker) bury(d *delivery) {
 	dead := *d.msg
 	dead.Topic = name
 	dead.due = time.Time{}
+	dead.tries = d.attempt + 1
 	dead.queue = 0
 	dead.offset = t.offsets[0]
 	t.offsets[0]++
@@ -277,26 +297,25 @@ func (d *delivery) handle() string {
 	return fmt.Sprintf("%s %d %d %d", handlePrefix, d.id, d.gen, d.expires.UnixMilli())
 }
 
-// lookUp returns the delivery behind a handle. d is nil if it was acknowledged or
-// its handle has been replaced: the answer is OK then, and nothing is done.
-func (b *Broker) lookUp(handle string) (d *delivery, code v2.Code, text string) {
+// lookUp returns the delivery behind a handle that has not expired, and whether the
+// handle is the newest one of a delivery that is not done; nil if the handle is
+// refused.
+func (b *Broker) lookUp(handle string) (d *delivery, current bool, st *v2.Status) {
+	malformed := result(v2.Code_INTERNAL_SERVER_ERROR, "illegal receipt handle: "+handle)
 	f := strings.Split(handle, " ")
 	if len(f) != 4 || f[0] != handlePrefix {
-		return nil, v2.Code_INTERNAL_SERVER_ERROR, "illegal receipt handle: " + handle
+		return nil, false, malformed
 	}
 	id, err1 := strconv.ParseInt(f[1], 10, 64)
 	gen, err2 := strconv.Atoi(f[2])
 	expires, err3 := strconv.ParseInt(f[3], 10, 64)
-	if err1 != nil || err2 != nil || err3 != nil {
-		return nil, v2.Code_INTERNAL_SERVER_ERROR, "illegal receipt handle: " + handle
+	if d = b.deliveries[id]; err1 != nil || err2 != nil || err3 != nil || d == nil {
+		return nil, false, malformed
 	}
 	if !b.now().Before(time.UnixMilli(expires)) {
-		return nil, v2.Code_INVALID_RECEIPT_HANDLE, "receipt handle is expired"
+		return nil, false, result(v2.Code_INVALID_RECEIPT_HANDLE, "receipt handle is expired")
 	}
-	if d := b.deliveries[id]; d != nil && d.gen == gen {
-		return d, v2.Code_OK, ""
-	}
-	return nil, v2.Code_OK, ""
+	return d, !d.done && d.gen == gen, result(v2.Code_OK, "")
 }
 
 func recallHandle(m *message) string {
@@ -305,6 +324,9 @@ func recallHandle(m *message) string {
 
 // recall takes the message of a handle out of the timers, if it is there.
 func (b *Broker) recall(handle string) (id string, code v2.Code, text string) {
+	if !b.opts.recall {
+		return "", v2.Code_INTERNAL_SERVER_ERROR, "recall failed, operation is forbidden"
+	}
 	raw, err := base64.URLEncoding.DecodeString(handle)
 	f := strings.Split(string(raw), " ")
 	if err != nil || len(f) != 5 || f[0] != "v1" {

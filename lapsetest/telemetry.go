@@ -37,7 +37,11 @@ func (s *service) Telemetry(stream grpc.BidiStreamingServer[v2.TelemetryCommand,
 			if cmd.GetSettings() == nil {
 				continue
 			}
-			if answer, err = b.settle(ctx, cmd.GetSettings()); err != nil {
+			answer, err = b.settle(ctx, cmd.GetSettings())
+			if errors.Is(err, io.EOF) {
+				return nil
+			}
+			if err != nil {
 				return err
 			}
 			if b.lose(Telemetry) {
@@ -72,7 +76,7 @@ func (b *Broker) countConn(by int) {
 func (b *Broker) settle(ctx context.Context, in *v2.Settings) (*v2.TelemetryCommand, error) {
 	id := clientID(ctx)
 	if id == "" {
-		return nil, status.Error(codes.InvalidArgument, "process client telemetryCommand failed. client id cannot be empty")
+		return nil, io.EOF // the real one ends the stream without a word
 	}
 	out := proto.CloneOf(in)
 	out.Metric = nil // the client dereferences its endpoints (metric.go:341)
@@ -82,7 +86,7 @@ func (b *Broker) settle(ctx context.Context, in *v2.Settings) (*v2.TelemetryComm
 	case in.GetPublishing() != nil:
 		out.BackoffPolicy = nil
 		if n := b.opts.sendAttempts; n > 0 {
-			out.BackoffPolicy = backoff(n)
+			out.BackoffPolicy = producerBackoff(n)
 		}
 		out.GetPublishing().MaxBodySize = maxBodySize
 		out.GetPublishing().ValidateMessageType = true
@@ -91,13 +95,13 @@ func (b *Broker) settle(ctx context.Context, in *v2.Settings) (*v2.TelemetryComm
 		if st != nil {
 			return nil, status.Error(codes.InvalidArgument, "process client telemetryCommand failed. "+st.GetMessage())
 		}
-		out.BackoffPolicy = backoff(int32(g.retries) + 1)
+		out.BackoffPolicy = consumerBackoff(int32(g.retries) + 1)
 		sub := out.GetSubscription()
 		sub.Fifo = proto.Bool(false)
 		sub.ReceiveBatchSize = proto.Int32(maxBatch)
 		sub.LongPollingTimeout = durationpb.New(maxPoll)
 	default:
-		return nil, status.Error(codes.InvalidArgument, "process client telemetryCommand failed. neither publishing nor subscription is set")
+		return nil, status.Error(codes.InvalidArgument, "there is no publishing or subscription data in settings")
 	}
 	b.clients[id] = proto.CloneOf(in)
 	b.noteChange()
@@ -107,8 +111,8 @@ func (b *Broker) settle(ctx context.Context, in *v2.Settings) (*v2.TelemetryComm
 	}, nil
 }
 
-// backoff is the proxy's default policy: 10 ms, doubling, at most 1 s.
-func backoff(attempts int32) *v2.RetryPolicy {
+// producerBackoff is the proxy's default policy: 10 ms, doubling, at most 1 s.
+func producerBackoff(attempts int32) *v2.RetryPolicy {
 	return &v2.RetryPolicy{
 		MaxAttempts: attempts,
 		Strategy: &v2.RetryPolicy_ExponentialBackoff{ExponentialBackoff: &v2.ExponentialBackoff{
@@ -119,14 +123,30 @@ func backoff(attempts int32) *v2.RetryPolicy {
 	}
 }
 
+// consumerBackoff is a group's default policy. SimpleConsumer does not follow it: its
+// messages come again when their invisible time ends.
+func consumerBackoff(attempts int32) *v2.RetryPolicy {
+	c := new(v2.CustomizedBackoff)
+	for _, s := range []int64{1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200} {
+		c.Next = append(c.Next, &durationpb.Duration{Seconds: s})
+	}
+	return &v2.RetryPolicy{MaxAttempts: attempts, Strategy: &v2.RetryPolicy_CustomizedBackoff{CustomizedBackoff: c}}
+}
+
 var unknownClient = result(v2.Code_UNRECOGNIZED_CLIENT_TYPE, "cannot find client settings for this client")
 
-// Heartbeat answers OK to a client whose settings are known.
-func (s *service) Heartbeat(ctx context.Context, _ *v2.HeartbeatRequest) (*v2.HeartbeatResponse, error) {
+// Heartbeat answers OK to a client whose settings are known, and whose group is there.
+func (s *service) Heartbeat(ctx context.Context, req *v2.HeartbeatRequest) (*v2.HeartbeatResponse, error) {
 	s.b.mu.Lock()
 	defer s.b.mu.Unlock()
-	if s.b.clients[clientID(ctx)] == nil {
+	settings := s.b.clients[clientID(ctx)]
+	if settings == nil {
 		return &v2.HeartbeatResponse{Status: unknownClient}, nil
+	}
+	if settings.GetSubscription() != nil {
+		if _, st := s.b.findGroup(req.GetGroup()); st != nil {
+			return &v2.HeartbeatResponse{Status: result(v2.Code_ILLEGAL_CONSUMER_GROUP, st.GetMessage())}, nil
+		}
 	}
 	return &v2.HeartbeatResponse{Status: result(v2.Code_OK, "")}, nil
 }
