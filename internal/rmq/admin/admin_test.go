@@ -242,8 +242,8 @@ func frame(header map[string]any, body string) []byte {
 	if err != nil {
 		panic(err)
 	}
-	f := binary.BigEndian.AppendUint32(nil, uint32(4+len(h)+len(body))) //nolint:gosec // a few bytes
-	f = binary.BigEndian.AppendUint32(f, uint32(len(h)))                //nolint:gosec // a few bytes
+	f := binary.BigEndian.AppendUint32(nil, uint32(4+len(h)+len(body)))
+	f = binary.BigEndian.AppendUint32(f, uint32(len(h)))
 	return slices.Concat(f, h, []byte(body))
 }
 

@@ -41,8 +41,8 @@ func (c *command) encode() ([]byte, error) {
 		return nil, fmt.Errorf("encode request: %d bytes, at most %d", length, maxFrame)
 	}
 	frame := make([]byte, 0, 4+length)
-	frame = binary.BigEndian.AppendUint32(frame, uint32(length))      //nolint:gosec // at most maxFrame, checked above
-	frame = binary.BigEndian.AppendUint32(frame, uint32(len(header))) //nolint:gosec // below length
+	frame = binary.BigEndian.AppendUint32(frame, uint32(length))
+	frame = binary.BigEndian.AppendUint32(frame, uint32(len(header))) //nolint:gosec // at most maxFrame, checked above
 	frame = append(frame, header...)
 	return append(frame, c.Body...), nil
 }
