@@ -64,6 +64,7 @@ func (t *txn) retime(ctx context.Context, rows []retiming) error {
 type Pending struct {
 	OrderID     int64
 	DeliverAt   time.Time // the instant of the timed message: not before the order's deadline
+	AvailableAt time.Time // since when it could be sent
 	Attempts    int       // earlier sends that failed
 	Traceparent string    // empty: none
 }
@@ -88,16 +89,16 @@ func (s *Store) ClaimOutbox(ctx context.Context, limit int, lease time.Duration)
 		claim = Claim{Token: newToken(), Now: t.now, Until: t.now.Add(lease)}
 		// Only the ids come out of the index: the locked rows are then read and marked by primary key.
 		var ids []int64
-		err := t.each(ctx, `SELECT order_id, CAST(deliver_at AS CHAR), attempts, traceparent FROM outbox FORCE INDEX (outbox_to_do)
+		err := t.each(ctx, `SELECT order_id, CAST(deliver_at AS CHAR), CAST(available_at AS CHAR), attempts, traceparent FROM outbox FORCE INDEX (outbox_to_do)
 			WHERE state = 'pending' AND available_at <= ? ORDER BY available_at, order_id LIMIT ? FOR UPDATE SKIP LOCKED`, []any{at(t.now), limit},
 			func(rows *sql.Rows) error {
 				var p Pending
-				var deliver instant
+				var deliver, available instant
 				var trace sql.NullString
-				if err := rows.Scan(&p.OrderID, &deliver, &p.Attempts, &trace); err != nil {
+				if err := rows.Scan(&p.OrderID, &deliver, &available, &p.Attempts, &trace); err != nil {
 					return err
 				}
-				p.DeliverAt, p.Traceparent = deliver.time, trace.String
+				p.DeliverAt, p.AvailableAt, p.Traceparent = deliver.time, available.time, trace.String
 				claim.Rows = append(claim.Rows, p)
 				ids = append(ids, p.OrderID)
 				return nil

@@ -1,0 +1,247 @@
+// The hub is the one goroutine that knows what is in hand: which rows gather, which messages wait, whether anything may be sent or
+// claimed. It never blocks on one thing alone, so that nothing that it waits for can wait for it. Claims, sends and marks go on beside
+// it, each with its own bound.
+
+package relay
+
+import (
+	"context"
+	"time"
+)
+
+type hub struct {
+	r        *Relay
+	wanted   chan int      // hub to claimer: the most rows to claim
+	claims   chan claimed  // claimer to hub: one answer for each that was wanted
+	out      chan *message // hub to senders
+	outcomes chan outcome  // senders to hub: one for each message
+	marks    chan mark     // hub and senders to markers
+	settled  chan int      // markers to hub: rows that are no longer in hand
+
+	gathering *coalescer
+	waiting   queue
+	giveBack  []mark   // wait for a marker
+	leases    []*lease // whose startBy lies ahead, in that order
+	inHand    int      // rows claimed and not settled
+	claiming  bool
+	stopping  bool
+
+	nextClaim     time.Time
+	claimFailures int // in a row
+
+	// The gate is open while failures is 0. Otherwise nothing is sent or claimed before reopen, and then one message is the probe that
+	// decides.
+	failures int
+	reopen   time.Time
+	probing  bool
+}
+
+// outcome is what the broker said about one message.
+type outcome struct {
+	probe bool
+	tried bool  // a send was started
+	err   error // of a send, other than a refusal of the message
+}
+
+func newHub(r *Relay) *hub {
+	return &hub{
+		r:         r,
+		wanted:    make(chan int),
+		claims:    make(chan claimed),
+		out:       make(chan *message),
+		outcomes:  make(chan outcome),
+		marks:     make(chan mark),
+		settled:   make(chan int),
+		gathering: newCoalescer(r.cfg),
+	}
+}
+
+// run returns when ctx has ended and nothing is in hand any longer. It calls cutOff when that takes too long.
+func (h *hub) run(ctx context.Context, cutOff func()) {
+	done := ctx.Done()
+	var late <-chan time.Time
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		now := time.Now()
+		h.collect(now)
+		if h.stopping && !h.claiming && h.inHand == 0 {
+			return
+		}
+
+		// A nil channel is never ready: each of these is offered only where it is allowed.
+		var out chan *message
+		var want chan int
+		var marks chan mark
+		var next *message
+		var back mark
+		limit := h.r.cfg.ClaimLimit
+		if h.maySend(now) {
+			if next = h.waiting.head(); next != nil {
+				out, next.probe = h.out, h.failures > 0
+			}
+			if h.mayClaim(now) {
+				want = h.wanted
+				if h.failures > 0 {
+					limit = 1
+				}
+			}
+		}
+		if len(h.giveBack) > 0 {
+			marks, back = h.marks, h.giveBack[0]
+		}
+		timer.Reset(h.idle(now))
+		select {
+		case <-done:
+			done, h.stopping = nil, true
+			t := time.NewTimer(h.r.cfg.StopTimeout)
+			defer t.Stop()
+			late = t.C
+		case <-late:
+			h.r.cfg.Logger.Warn("relay stops with orders in hand; they are sent again when their leases have ended", "orders", h.inHand)
+			cutOff()
+		case out <- next:
+			h.waiting.pop()
+			h.probing = next.probe
+		case want <- limit:
+			h.claiming = true
+		case marks <- back:
+			h.giveBack = h.giveBack[1:]
+		case c := <-h.claims:
+			h.take(c)
+		case o := <-h.outcomes:
+			h.judge(o)
+		case n := <-h.settled:
+			h.inHand -= n
+			h.r.metrics.inHand.Sub(float64(n))
+		case <-timer.C:
+		}
+	}
+}
+
+// collect moves the messages that have gathered for long enough to the queue, and gives back those that must not be sent any longer.
+func (h *hub) collect(now time.Time) {
+	// To wait for more orders makes no sense where no more can be claimed, and a probe is wanted at once.
+	all := h.stopping || h.failures > 0 || h.inHand+h.r.cfg.ClaimLimit > h.r.cfg.MaxInHand
+	for _, m := range h.gathering.flush(now, all) {
+		h.waiting.push(m)
+	}
+	expired := false
+	for len(h.leases) > 0 && !now.Before(h.leases[0].startBy) {
+		h.leases, expired = h.leases[1:], true
+	}
+	if expired || h.stopping {
+		h.back(h.waiting.removeIf(func(m *message) bool { return h.stopping || !now.Before(m.startBy()) }))
+	}
+}
+
+// back gives rows back that were not sent.
+func (h *hub) back(rows []row) {
+	h.r.metrics.givenBack.Add(float64(len(rows)))
+	for _, part := range byLease(rows) {
+		h.giveBack = append(h.giveBack, h.r.unclaim(part))
+	}
+}
+
+// maySend asks the gate and the sender.
+func (h *hub) maySend(now time.Time) bool {
+	if h.stopping || h.probing || now.Before(h.reopen) {
+		return false
+	}
+	if err := h.r.sender.Ready(); err != nil {
+		h.shut(1)
+		// The question costs nothing, so it is asked often: a connection that stands again is used at once.
+		h.reopen = now.Add(jittered(h.r.cfg.BackoffMin))
+		return false
+	}
+	return true
+}
+
+func (h *hub) mayClaim(now time.Time) bool {
+	if h.claiming || now.Before(h.nextClaim) || h.inHand+h.r.cfg.ClaimLimit > h.r.cfg.MaxInHand {
+		return false
+	}
+	return h.failures == 0 || len(h.waiting.items) == 0 // a probe is at hand
+}
+
+// idle is how long nothing has to be done unless something happens.
+func (h *hub) idle(now time.Time) time.Duration {
+	next := now.Add(time.Minute)
+	for _, at := range []time.Time{h.gathering.next(), h.nextClaim, h.reopen} {
+		if at.After(now) && at.Before(next) {
+			next = at
+		}
+	}
+	if len(h.leases) > 0 && h.leases[0].startBy.Before(next) {
+		next = h.leases[0].startBy
+	}
+	return next.Sub(now)
+}
+
+// take puts claimed rows into messages.
+func (h *hub) take(c claimed) {
+	h.claiming = false
+	now := time.Now()
+	if c.err != nil {
+		h.claimFailures++
+		h.nextClaim = now.Add(backoff(h.r.cfg.BackoffMin, h.r.cfg.PauseMax, h.claimFailures))
+		h.r.metrics.claimFailures.Inc()
+		h.r.setStoreErr(c.err)
+		if h.claimFailures == 1 && !h.stopping {
+			h.r.cfg.Logger.Warn("outbox cannot be read, will be tried until it can", "err", c.err)
+		}
+		return
+	}
+	if h.claimFailures > 0 {
+		h.r.cfg.Logger.Info("outbox can be read again", "failures", h.claimFailures)
+	}
+	h.claimFailures = 0
+	h.r.setStoreErr(nil)
+	h.nextClaim = now
+	if len(c.Rows) < c.limit {
+		h.nextClaim = now.Add(jittered(h.r.cfg.Poll))
+	}
+	if len(c.Rows) == 0 {
+		return
+	}
+	l := &lease{token: c.Token, claimedAt: c.start, now: c.Now, startBy: c.start.Add(h.r.cfg.startWithin()), until: c.start.Add(h.r.cfg.Lease)}
+	h.leases = append(h.leases, l)
+	h.inHand += len(c.Rows)
+	h.r.metrics.inHand.Add(float64(len(c.Rows)))
+	for _, p := range c.Rows {
+		if full := h.gathering.add(row{Pending: p, lease: l}, c.Now, now); full != nil {
+			h.waiting.push(full)
+		}
+	}
+}
+
+// judge opens and shuts the gate. Only what was sent through the open gate and the probe count: sends that were under way when it shut
+// would only say the same thing several times.
+func (h *hub) judge(o outcome) {
+	if o.probe {
+		h.probing = false
+	}
+	switch {
+	case !o.tried:
+	case o.err == nil && o.probe:
+		h.r.cfg.Logger.Info("timed messages are sent again")
+		h.r.metrics.paused.Dec()
+		h.r.setSendErr(nil)
+		h.failures, h.reopen = 0, time.Time{}
+	case o.err != nil && (o.probe || h.failures == 0):
+		if h.failures == 0 && !h.stopping {
+			h.r.cfg.Logger.Warn("timed message was not sent, the relay pauses", "err", o.err)
+		}
+		h.shut(h.failures + 1)
+		h.reopen = time.Now().Add(backoff(h.r.cfg.BackoffMin, h.r.cfg.PauseMax, h.failures))
+		h.r.setSendErr(o.err)
+	}
+}
+
+// shut shuts the gate; failures is at least 1.
+func (h *hub) shut(failures int) {
+	if h.failures == 0 {
+		h.r.metrics.paused.Inc()
+	}
+	h.failures = max(h.failures, failures)
+}
