@@ -108,7 +108,7 @@ func runBroker(ctx context.Context, args []string) error {
 	endpoints := flags.String("endpoints", "", "host:port of the gRPC proxy")
 	broker := flags.String("broker", "", "host:port of the broker's remoting server")
 	topic := flags.String("topic", "", "topic of type DELAY, created with 8 queues if missing")
-	group := flags.String("group", "", "consumer group, created with 16 retries if missing")
+	group := flags.String("group", "", "consumer group, created with 16 retries if missing; likewise the group for its dead letters, with -dlq behind the name")
 	precision := flags.String("precision", "", "timerPrecisionMs that the broker must have in force")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -183,10 +183,15 @@ func ensure(ctx context.Context, client *admin.Client, topic, group string) erro
 	if err != nil {
 		return err
 	}
-	if _, err := client.Group(ctx, group); errors.Is(err, admin.ErrNotFound) {
-		return client.CreateGroup(ctx, group, 16)
-	} else if err != nil {
-		return err
+	// The second group reads the dead letters of the first; consumer.DeadLetterGroup gives the name.
+	for _, name := range []string{group, group + "-dlq"} {
+		_, err := client.Group(ctx, name)
+		if errors.Is(err, admin.ErrNotFound) {
+			err = client.CreateGroup(ctx, name, 16)
+		}
+		if err != nil {
+			return err
+		}
 	}
 	return nil
 }
