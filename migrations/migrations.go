@@ -28,10 +28,13 @@ const Version = 11
 // lockWait bounds the wait for another deployment's migration. DDL on big tables takes minutes, not hours.
 const lockWait = 5 * time.Minute
 
+// lockPoll is how long one statement waits for the lock: less than any read timeout that a DSN may sensibly set.
+const lockPoll = 2 * time.Second
+
 //go:embed sql/*.sql
 var files embed.FS
 
-// ErrLocked is returned by Up and Down when another migration held the lock for longer than five minutes.
+// ErrLocked is returned by Up and Down when another migration held the lock for five minutes, or until the context ended.
 var ErrLocked = errors.New("another migration is running")
 
 // Applied is one version and when it was applied; a zero time says that it is pending.
@@ -42,7 +45,8 @@ type Applied struct {
 }
 
 // Up applies every pending migration and returns the names of those it applied, oldest first. It is safe to call from several
-// processes: they wait for each other. The session needs CREATE, ALTER, INDEX and DROP on its database.
+// processes: they wait for each other. The session needs CREATE, ALTER, INDEX and DROP on its database; the pool must allow two
+// connections. A schema that is newer than this build is left as it is.
 func Up(ctx context.Context, db *sql.DB) ([]string, error) {
 	return locked(ctx, db, func(p *goose.Provider) ([]string, error) {
 		results, err := p.Up(ctx)
@@ -98,18 +102,16 @@ func locked(ctx context.Context, db *sql.DB, do func(*goose.Provider) ([]string,
 	if err != nil {
 		return nil, err
 	}
+	if db.Stats().MaxOpenConnections == 1 {
+		return nil, errors.New("take the migration lock: it needs a connection beside the one that migrates; allow the pool two")
+	}
 	conn, err := db.Conn(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("connect to migrate: %w", err)
 	}
 	defer conn.Close() //nolint:errcheck // the lock goes with the session whatever Close says
-	var got sql.NullInt64
-	// The name carries the database: the lock is one for the whole server.
-	if err := conn.QueryRowContext(ctx, "SELECT GET_LOCK(LEFT(CONCAT('lapse.migrate.', DATABASE()), 64), ?)", int(lockWait.Seconds())).Scan(&got); err != nil {
+	if err := lock(ctx, conn); err != nil {
 		return nil, fmt.Errorf("take the migration lock: %w", err)
-	}
-	if got.Int64 != 1 {
-		return nil, fmt.Errorf("take the migration lock: %w for more than %s; look for it with SHOW PROCESSLIST", ErrLocked, lockWait)
 	}
 	defer func() {
 		_, unlockErr := conn.ExecContext(context.WithoutCancel(ctx), "DO RELEASE_LOCK(LEFT(CONCAT('lapse.migrate.', DATABASE()), 64))")
@@ -118,6 +120,28 @@ func locked(ctx context.Context, db *sql.DB, do func(*goose.Provider) ([]string,
 		}
 	}()
 	return do(p)
+}
+
+// lock waits for the named lock. The name carries the database: the lock is one for the whole server.
+func lock(ctx context.Context, conn *sql.Conn) error {
+	refused := false
+	for began := time.Now(); ; {
+		var got sql.NullInt64
+		err := conn.QueryRowContext(ctx, "SELECT GET_LOCK(LEFT(CONCAT('lapse.migrate.', DATABASE()), 64), ?)", int(lockPoll.Seconds())).Scan(&got)
+		switch {
+		case refused && ctx.Err() != nil:
+			return fmt.Errorf("%w (look for it with SHOW PROCESSLIST): %w", ErrLocked, ctx.Err())
+		case err != nil:
+			return err
+		case !got.Valid:
+			return errors.New("the DSN names no database")
+		case got.Int64 == 1:
+			return nil
+		case time.Since(began) > lockWait:
+			return fmt.Errorf("%w for more than %s; look for it with SHOW PROCESSLIST", ErrLocked, lockWait)
+		}
+		refused = true
+	}
 }
 
 func names(results []*goose.MigrationResult) []string {

@@ -46,10 +46,10 @@ type auditQuery struct {
 // The queries are plain set logic over the tables; they take no locks and may run on a replica.
 var auditQueries = []auditQuery{
 	{
-		"I1", "paid_is_not_cancelled", "no cancelled order has an accepted payment",
-		"SELECT COUNT(*) FROM orders WHERE status = 'cancelled' AND id >= :min",
-		`SELECT o.id, NULL, CONCAT('cancelled at ', o.cancelled_at, ' though payment ', p.gateway, ':', p.transaction_id, ' was accepted at ', p.received_at)
-			FROM orders o JOIN payments p ON p.order_id = o.id WHERE o.status = 'cancelled' AND p.outcome = 'accepted' AND o.id >= :min`,
+		"I1", "accepted_payment_is_kept", "every order with an accepted payment is paid, not cancelled",
+		"SELECT COUNT(*) FROM payments WHERE outcome = 'accepted' AND order_id >= :min",
+		`SELECT o.id, NULL, CONCAT(o.status, ', cancelled at ', COALESCE(o.cancelled_at, 'no time'), ', though payment ', p.gateway, ':', p.transaction_id, ' was accepted at ', p.received_at)
+			FROM orders o JOIN payments p ON p.order_id = o.id WHERE o.status <> 'paid' AND p.outcome = 'accepted' AND o.id >= :min`,
 	},
 	{
 		"I1", "paid_by_one_payment", "every paid order has exactly one accepted payment",
@@ -99,7 +99,7 @@ var auditQueries = []auditQuery{
 		"I3", "overdue_is_cancelled", "no order is unpaid past its deadline, unless it is held or parked",
 		"SELECT COUNT(*) FROM orders WHERE deadline_at < :late AND id >= :min",
 		`SELECT o.id, NULL, CONCAT('unpaid, its deadline was ', o.deadline_at)
-			FROM orders o LEFT JOIN parked p ON p.what = 'order' AND p.ref = CAST(o.id AS CHAR) COLLATE utf8mb4_bin
+			FROM orders o LEFT JOIN parked p ON p.what = 'order' AND p.ref = CONVERT(o.id USING utf8mb4) COLLATE utf8mb4_bin AND p.state <> 'retried'
 			WHERE o.status = 'unpaid' AND o.deadline_at < :late AND o.id >= :min AND (o.hold_until IS NULL OR o.hold_until < :late) AND p.id IS NULL`,
 	},
 	{
@@ -110,7 +110,8 @@ var auditQueries = []auditQuery{
 			LEFT JOIN refunds r ON r.gateway = p.gateway AND r.transaction_id = p.transaction_id
 			WHERE p.order_id >= :min AND NOT (
 				(p.outcome <> 'accepted' AND r.amount IS NOT NULL AND r.amount = p.amount AND r.currency = p.currency AND r.order_id = p.order_id)
-				OR (p.outcome = 'accepted' AND o.id IS NOT NULL AND p.currency = o.currency AND p.amount - COALESCE(r.amount, 0) = o.amount))
+				OR (p.outcome = 'accepted' AND o.id IS NOT NULL AND p.currency = o.currency AND p.amount - COALESCE(r.amount, 0) = o.amount
+					AND (r.amount IS NULL OR r.currency = p.currency AND r.order_id = p.order_id)))
 			UNION ALL
 			SELECT r.order_id, NULL, CONCAT('refund of ', r.amount, ' for payment ', r.gateway, ':', r.transaction_id, ', which is not there')
 			FROM refunds r LEFT JOIN payments p ON p.gateway = r.gateway AND p.transaction_id = r.transaction_id
@@ -118,9 +119,9 @@ var auditQueries = []auditQuery{
 	},
 	{
 		"I5", "not_before_deadline", "no order was cancelled by timeout before its deadline, or without one",
-		"SELECT COUNT(*) FROM orders WHERE cancel_reason = 'timeout' AND id >= :min",
-		`SELECT id, NULL, CONCAT('cancelled at ', cancelled_at, ', deadline ', COALESCE(deadline_at, 'none'))
-			FROM orders WHERE cancel_reason = 'timeout' AND id >= :min AND (deadline_at IS NULL OR cancelled_at < deadline_at)`,
+		"SELECT COUNT(*) FROM orders WHERE CAST(cancel_reason AS BINARY) = 'timeout' AND id >= :min",
+		`SELECT id, NULL, CONCAT('cancelled at ', COALESCE(cancelled_at, 'no time'), ', deadline ', COALESCE(deadline_at, 'none'))
+			FROM orders WHERE CAST(cancel_reason AS BINARY) = 'timeout' AND id >= :min AND (deadline_at IS NULL OR cancelled_at < deadline_at)`,
 	},
 	{
 		"I6", "outbox_row_exists", "every unpaid order with a deadline has its outbox row",

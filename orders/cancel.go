@@ -4,7 +4,9 @@ import (
 	"context"
 	"database/sql"
 	"fmt"
+	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"gorm.io/gorm"
@@ -87,8 +89,8 @@ func (s *Store) CancelDue(ctx context.Context, ids []string) ([]Outcome, error) 
 	if len(bad) > 0 {
 		err := s.inTx(ctx, "park invalid order ids", func(ctx context.Context, t *txn) error {
 			list := make([]Parked, 0, len(bad))
-			for text, reason := range bad {
-				list = append(list, Parked{What: ParkedOrder, Ref: text, Reason: reason})
+			for _, text := range slices.Sorted(maps.Keys(bad)) {
+				list = append(list, Parked{What: ParkedOrder, Ref: text, Reason: bad[text]})
 			}
 			return t.park(ctx, list)
 		})
@@ -280,7 +282,7 @@ func cancelByHand(ctx context.Context, t *txn, id int64, actor, reason string) (
 	if err := checkName("actor", actor, true); err != nil {
 		return Outcome{}, err
 	}
-	if reason == "" || reason == ReasonTimeout {
+	if plain := strings.TrimSpace(reason); plain == "" || strings.EqualFold(plain, ReasonTimeout) {
 		return Outcome{}, invalid("reason %q of a cancel by hand; give your own words (%q is kept for deadlines)", reason, ReasonTimeout)
 	}
 	out := Outcome{ID: FormatID(id)}

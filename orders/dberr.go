@@ -20,6 +20,8 @@ const (
 	errNoSavepoint   = 1305
 	errNoSuchTable   = 1146
 	errTableRights   = 1142
+	errCheck         = 3819 // a CHECK constraint, in MySQL
+	errCheckMariaDB  = 4025 // and in MariaDB
 )
 
 func number(err error) uint16 {
@@ -42,19 +44,33 @@ func IsRetryable(err error) bool {
 }
 
 // notOurs are the server's errors that say nothing about the rows at hand: the same statement with other rows would fail too.
-// By number: full disk and memory (1021, 1037, 1038, 1041, 1114, 3675), too many connections (1040, 1203, 1226), rights and schema
-// (1044, 1045, 1049, 1054, 1142, 1143, 1146, 1227, 1370), shutdown and killed queries (1053, 1077, 1079, 1080, 1159, 1160, 1161,
-// 1317, 1927, 3024, 3169), read-only (1290, 1792, 1836), commit that failed in the storage (1180), log full (1598, 1197), packet
-// too large (1153), and the retryable ones.
-var notOurs = map[uint16]bool{
-	1020: true, 1205: true, 1213: true,
-	1021: true, 1037: true, 1038: true, 1041: true, 1114: true, 3675: true,
-	1040: true, 1203: true, 1226: true,
-	1044: true, 1045: true, 1049: true, 1054: true, 1142: true, 1143: true, 1146: true, 1227: true, 1370: true,
-	1053: true, 1077: true, 1079: true, 1080: true, 1153: true, 1159: true, 1160: true, 1161: true, 1180: true, 1197: true, 1317: true, 1598: true,
-	1927: true, 3024: true, 3169: true,
-	1290: true, 1792: true, 1836: true,
+var notOurs = numbers(
+	[]uint16{1020, 1205, 1213, 1412, 1614, 1615},                                                 // to be run again
+	[]uint16{1021, 1030, 1037, 1038, 1041, 1114, 1135, 1206, 1637, 1878, 3675},                   // disk, memory, threads, lock table or storage engine
+	[]uint16{1040, 1129, 1130, 1203, 1226},                                                       // connections
+	[]uint16{1044, 1045, 1049, 1142, 1143, 1227, 1251, 1370, 1449, 1698, 1820, 1862, 3118, 3159}, // rights and accounts
+	[]uint16{1054, 1136, 1146, 1356, 1364},                                                       // schema
+	[]uint16{1034, 1035, 1194, 1195, 1812, 1813, 1814},                                           // table files
+	[]uint16{1047, 1053, 1077, 1079, 1080, 1152, 1153, 1158, 1159, 1160, 1161, 1184, 3168, 4031}, // shutting down, not ready, connection lost
+	[]uint16{1317, 1927, 1969, 3024, 3169},                                                       // killed, or cut off for the time it took
+	[]uint16{1180, 1197, 1598, 3100, 3101},                                                       // commit, log and replication
+	[]uint16{1290, 1792, 1836},                                                                   // read-only
+)
+
+func numbers(groups ...[]uint16) map[uint16]bool {
+	set := map[uint16]bool{}
+	for _, g := range groups {
+		for _, n := range g {
+			set[n] = true
+		}
+	}
+	return set
 }
+
+// errNotReady marks what the database answers, or does not answer, before and after the statements that concern orders: connecting,
+// beginning, asking for the time, committing. It is never the fault of an order, whatever its number or type: a certificate that has
+// expired, a handshake, a plugin, a proxy's own error.
+var errNotReady = errors.New("the database is not ready")
 
 // IsUnavailable reports whether err says that the database, not an order, is the trouble: unreachable, shutting down, read-only, out
 // of connections or space, without rights or schema, or too slow for the context. Whoever works on orders pauses then and asks again;
@@ -63,12 +79,20 @@ func IsUnavailable(err error) bool {
 	if err == nil {
 		return false
 	}
+	if errors.Is(err, errNotReady) || errors.Is(err, errAgain) {
+		return true
+	}
 	if n := number(err); n != 0 {
 		return notOurs[n]
 	}
+	for _, known := range []error{
+		driver.ErrBadConn, sql.ErrConnDone, sql.ErrTxDone, io.EOF, io.ErrUnexpectedEOF, context.DeadlineExceeded, context.Canceled,
+		mysql.ErrInvalidConn, mysql.ErrMalformPkt, mysql.ErrPktSync, mysql.ErrPktSyncMul, mysql.ErrBusyBuffer,
+	} {
+		if errors.Is(err, known) {
+			return true
+		}
+	}
 	var netErr net.Error
-	return errors.Is(err, driver.ErrBadConn) || errors.Is(err, mysql.ErrInvalidConn) || errors.Is(err, sql.ErrConnDone) ||
-		errors.Is(err, sql.ErrTxDone) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
-		errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) || errors.As(err, &netErr) ||
-		errors.Is(err, errNotReady) || errors.Is(err, errAgain)
+	return errors.As(err, &netErr)
 }

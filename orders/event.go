@@ -16,7 +16,7 @@ const (
 	EventExtended     = "extended"      // the deadline was moved
 	EventRetimed      = "retimed"       // a timed message came before the deadline; another will be sent
 	EventRefund       = "refund"        // money arrived that cannot stay; its reason is in the detail
-	EventStockMissing = "stock_missing" // a stock row was gone when the order's stock was to be moved
+	EventStockMissing = "stock_missing" // a stock row was gone, or did not hold the order's pieces, when they were to be moved
 	EventParked       = "parked"
 )
 

@@ -96,7 +96,7 @@ func DecodeExpiry(body []byte) (Expiry, error) {
 	if err := need(fields, "due", &due); err != nil {
 		return Expiry{}, fmt.Errorf("decode expiry: %w", err)
 	}
-	if e.Due, err = time.Parse(expiryLayout, due); err != nil || e.Due.Format(expiryLayout) != due {
+	if e.Due, err = time.Parse(expiryLayout, due); err != nil || e.Due.Format(expiryLayout) != due || e.Due.Year() < 1970 {
 		return Expiry{}, invalid("decode expiry: due %q is not of the form %s", clip(due, 64), expiryLayout)
 	}
 	// A JSON null would leave the list nil and the ids empty; both are caught below.

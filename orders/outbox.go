@@ -216,12 +216,15 @@ func (s *Store) mark(ctx context.Context, doing, token string, ids []int64, set 
 // how many. The ids are read first without locks and deleted by primary key, so that checkout never waits for it. Rows of orders that
 // are still open stay, and are looked at again after another retention.
 func (s *Store) PurgeOutbox(ctx context.Context, limit int) (int, error) {
+	if limit < 1 || limit > maxClaim {
+		return 0, invalid("purge of %d outbox rows; allowed are 1 to %d", limit, maxClaim)
+	}
 	var total int
 	err := s.inTx(ctx, "purge outbox", func(ctx context.Context, t *txn) error {
 		var final, open []int64
 		for _, state := range []string{outboxSent, outboxParked} {
 			err := t.each(ctx, `SELECT b.order_id, o.id IS NULL OR o.status IN ('paid', 'cancelled') FROM outbox b FORCE INDEX (outbox_to_do) LEFT JOIN orders o ON o.id = b.order_id
-				WHERE b.state = ? AND b.available_at <= ? ORDER BY b.available_at, b.order_id LIMIT ?`, []any{state, at(t.now), min(limit, maxRows)},
+				WHERE b.state = ? AND b.available_at <= ? ORDER BY b.available_at, b.order_id LIMIT ?`, []any{state, at(t.now), limit - len(final) - len(open)},
 				func(rows *sql.Rows) error {
 					var id int64
 					var done bool
@@ -243,7 +246,8 @@ func (s *Store) PurgeOutbox(ctx context.Context, limit int) (int, error) {
 		slices.Sort(open)
 		total = 0
 		for part := range slices.Chunk(final, maxRows) {
-			n, err := t.exec(ctx, "DELETE FROM outbox WHERE order_id IN ("+marks(len(part))+") AND state <> 'pending'", anys(part)...)
+			// The form for several tables is the one that takes an index hint: a scan would wait for rows that a checkout has not committed.
+			n, err := t.exec(ctx, "DELETE b FROM outbox b FORCE INDEX (PRIMARY) WHERE b.order_id IN ("+marks(len(part))+") AND b.state <> 'pending'", anys(part)...)
 			if err != nil {
 				return fmt.Errorf("delete %d rows: %w", len(part), err)
 			}

@@ -23,8 +23,8 @@ type Parked struct {
 	Body   []byte // as it came; more than MaxParkedBody is cut. Default: none
 }
 
-// Park sets something aside. Parking the same thing again counts it, with the newest reason. The event of an order that exists is
-// written too.
+// Park sets something aside. Parking the same thing again counts it, with the newest reason. An order's story gets an event too, also
+// that of an id without an order: whoever asks what became of it finds the answer.
 func (s *Store) Park(ctx context.Context, p Parked) error {
 	return s.inTx(ctx, fmt.Sprintf("park %s %s", p.What, clip(p.Ref, 128)), func(ctx context.Context, t *txn) error {
 		return t.park(ctx, []Parked{p})

@@ -122,31 +122,21 @@ func recordPayment(ctx context.Context, t *txn, p Payment) (PaymentResult, error
 	if !there {
 		return PaymentResult{}, fmt.Errorf("order %d: %w", p.OrderID, ErrNotFound)
 	}
-	earlier, repeated, err := t.earlierPayment(ctx, p)
-	if err != nil || repeated {
-		return earlier, err
+	result, err := judge(o, p)
+	if err != nil {
+		return PaymentResult{}, err
 	}
 
-	var result PaymentResult
-	switch {
-	case o.status == Cancelled:
-		result = PaymentResult{Outcome: PaymentLate, Refund: p.Amount, RefundReason: RefundLate}
-	case o.status == Paid:
-		result = PaymentResult{Outcome: PaymentDuplicate, Refund: p.Amount, RefundReason: RefundDuplicate}
-	case o.status != Unpaid:
-		return PaymentResult{}, fmt.Errorf("order %d is in state %q, which this build does not know", p.OrderID, o.status)
-	case p.Currency != o.currency || p.Amount < o.amount:
-		result = PaymentResult{Outcome: PaymentMismatch, Refund: p.Amount, RefundReason: RefundMismatch}
-	case p.Amount > o.amount && o.amount == 0:
-		// Nothing was owed: the whole payment is an excess, and the order needs none to be fulfilled.
-		result = PaymentResult{Outcome: PaymentMismatch, Refund: p.Amount, RefundReason: RefundMismatch}
-	default:
-		result = PaymentResult{Outcome: PaymentAccepted}
-		if p.Amount > o.amount {
-			result.Refund, result.RefundReason = p.Amount-o.amount, RefundExcess
-		}
+	// The insert itself finds out whether the notice is a repetition. To look first, with a lock, would at REPEATABLE READ lock the gap
+	// where the row will be, and two payments of a caller at that level would deadlock on each other's gap.
+	_, err = t.exec(ctx, "INSERT INTO payments (gateway, transaction_id, order_id, currency, amount, paid_at, received_at, outcome) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+		p.Gateway, p.TransactionID, p.OrderID, p.Currency, p.Amount, at(p.PaidAt), at(t.now), string(result.Outcome))
+	if number(err) == errDuplicateKey {
+		return t.earlierPayment(ctx, o, p)
 	}
-
+	if err != nil {
+		return PaymentResult{}, fmt.Errorf("write payment: %w", err)
+	}
 	if result.Outcome == PaymentAccepted {
 		n, err := t.exec(ctx, `UPDATE orders SET status = 'paid', paid_at = ?, hold_until = NULL, hold_reason = NULL WHERE id = ? AND status = 'unpaid'`, at(t.now), p.OrderID)
 		if err != nil {
@@ -155,15 +145,6 @@ func recordPayment(ctx context.Context, t *txn, p Payment) (PaymentResult, error
 		if n != 1 {
 			return PaymentResult{}, fmt.Errorf("order %d is locked and did not match: %w", p.OrderID, errAgain)
 		}
-	}
-	_, err = t.exec(ctx, "INSERT INTO payments (gateway, transaction_id, order_id, currency, amount, paid_at, received_at, outcome) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-		p.Gateway, p.TransactionID, p.OrderID, p.Currency, p.Amount, at(p.PaidAt), at(t.now), string(result.Outcome))
-	if number(err) == errDuplicateKey {
-		// The same transaction id was recorded at this moment for another order: its own lock did not keep us apart.
-		return PaymentResult{}, fmt.Errorf("write payment: %w", errAgain)
-	}
-	if err != nil {
-		return PaymentResult{}, fmt.Errorf("write payment: %w", err)
 	}
 	if result.Refund > 0 {
 		_, err = t.exec(ctx, `INSERT INTO refunds (gateway, transaction_id, order_id, amount, currency, reason, state, attempts, created_at, available_at)
@@ -192,29 +173,57 @@ func recordPayment(ctx context.Context, t *txn, p Payment) (PaymentResult, error
 	return result, err
 }
 
-// earlierPayment looks for the payment of the same gateway and transaction. It is found under the order's lock, which every notice for
-// this order needs.
-func (t *txn) earlierPayment(ctx context.Context, p Payment) (PaymentResult, bool, error) {
+// judge gives the outcome of a payment that was not recorded before, from the locked row alone.
+func judge(o lockedOrder, p Payment) (PaymentResult, error) {
+	outcome := PaymentAccepted
+	switch {
+	case o.status == Cancelled:
+		outcome = PaymentLate
+	case o.status == Paid:
+		outcome = PaymentDuplicate
+	case o.status != Unpaid:
+		return PaymentResult{}, fmt.Errorf("order %d is in state %q, which this build does not know", p.OrderID, o.status)
+	case p.Currency != o.currency || p.Amount < o.amount:
+		outcome = PaymentMismatch
+	case o.amount == 0:
+		// Nothing was owed: the whole payment is an excess, and the order needs none to be fulfilled.
+		outcome = PaymentMismatch
+	}
+	return refundOf(outcome, p.Amount, o.amount), nil
+}
+
+// refundOf gives what has to go back of a payment, given its outcome and what the order owed: two facts that never change.
+func refundOf(outcome PaymentOutcome, paid, owed int64) PaymentResult {
+	result := PaymentResult{Outcome: outcome}
+	switch {
+	case outcome != PaymentAccepted:
+		result.Refund, result.RefundReason = paid, string(outcome)
+	case paid > owed:
+		result.Refund, result.RefundReason = paid-owed, RefundExcess
+	}
+	return result
+}
+
+// earlierPayment gives the result of the payment that was recorded before under the same gateway and transaction. It reads with a lock,
+// since a caller's old snapshot may not show the row; its refund follows from it and is not read.
+func (t *txn) earlierPayment(ctx context.Context, o lockedOrder, p Payment) (PaymentResult, error) {
 	var orderID, amount int64
 	var currency, outcome string
 	err := t.QueryRowContext(ctx, "SELECT order_id, currency, amount, outcome FROM payments WHERE gateway = ? AND transaction_id = ? FOR UPDATE", p.Gateway, p.TransactionID).
 		Scan(&orderID, &currency, &amount, &outcome)
 	if errors.Is(err, sql.ErrNoRows) {
-		return PaymentResult{}, false, nil
+		return PaymentResult{}, fmt.Errorf("the earlier notice is gone: %w", errAgain)
 	}
 	if err != nil {
-		return PaymentResult{}, false, fmt.Errorf("look for an earlier notice: %w", err)
+		return PaymentResult{}, fmt.Errorf("read the earlier notice: %w", err)
 	}
 	if orderID != p.OrderID || amount != p.Amount || currency != p.Currency {
-		return PaymentResult{}, false, fmt.Errorf("the earlier one was %d %s for order %d, this one is %d %s for order %d: %w",
+		return PaymentResult{}, fmt.Errorf("the earlier one was %d %s for order %d, this one is %d %s for order %d: %w",
 			amount, currency, orderID, p.Amount, p.Currency, p.OrderID, ErrPaymentConflict)
 	}
-	result := PaymentResult{Outcome: PaymentOutcome(outcome), Repeated: true}
-	err = t.QueryRowContext(ctx, "SELECT amount, reason FROM refunds WHERE gateway = ? AND transaction_id = ?", p.Gateway, p.TransactionID).Scan(&result.Refund, &result.RefundReason)
-	if err != nil && !errors.Is(err, sql.ErrNoRows) {
-		return PaymentResult{}, false, fmt.Errorf("look for its refund: %w", err)
-	}
-	return result, true, nil
+	result := refundOf(PaymentOutcome(outcome), amount, o.amount)
+	result.Repeated = true
+	return result, nil
 }
 
 func paymentEvents(p Payment, result PaymentResult) ([]Event, error) {

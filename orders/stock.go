@@ -72,52 +72,58 @@ func (t *txn) reserve(ctx context.Context, items []Item) error {
 }
 
 // unsettled gives what the orders reserved and neither released nor sold yet. The orders' rows are locked by the caller, so nobody
-// else adds moves of theirs. The read locks nevertheless: at REPEATABLE READ a plain one could see an old snapshot.
+// else adds moves of theirs, and the read needs no locks of its own: at REPEATABLE READ they would cover the gaps between orders, where
+// other orders' moves are written. But at that level a caller's snapshot can be older than an order, which then seems to have no moves.
+// An order's reservations commit with it, all or none, so only those that show none are read again, with a lock.
 func (t *txn) unsettled(ctx context.Context, ids []int64) ([]move, error) {
-	var open []move
-	last := -1
-	settled := false
-	flush := func() {
-		if last >= 0 && settled {
-			open = open[:last]
-		}
-		last, settled = -1, false
+	open, seen, err := t.readMoves(ctx, ids, "")
+	if err != nil {
+		return nil, err
 	}
-	for len(ids) > 0 {
-		some := ids[:min(len(ids), maxRows)]
-		ids = ids[len(some):]
+	unseen := slices.DeleteFunc(slices.Clone(ids), func(id int64) bool { return seen[id] })
+	more, _, err := t.readMoves(ctx, unseen, " FOR UPDATE")
+	return append(open, more...), err
+}
+
+// readMoves gives the open reservations of orders, and which of the orders have any moves.
+func (t *txn) readMoves(ctx context.Context, ids []int64, lock string) (open []move, seen map[int64]bool, err error) {
+	seen = map[int64]bool{}
+	for part := range slices.Chunk(ids, maxRows) {
 		var orderID int64
 		var sku string
+		reserved, settled := -1, false // of the present order and SKU: its index in open, and whether it was released or sold
 		err := t.each(ctx, `SELECT order_id, sku, kind, quantity FROM stock_ledger FORCE INDEX (PRIMARY)
-			WHERE order_id IN (`+marks(len(some))+`) AND kind <> '`+moveAdjust+`' ORDER BY order_id, sku, kind FOR UPDATE`, anys(some),
+			WHERE order_id IN (`+marks(len(part))+`) AND kind <> 'adjust' ORDER BY order_id, sku, kind`+lock, anys(part),
 			func(rows *sql.Rows) error {
 				var m move
 				if err := rows.Scan(&m.orderID, &m.sku, &m.kind, &m.quantity); err != nil {
 					return err
 				}
+				seen[m.orderID] = true
 				if m.orderID != orderID || m.sku != sku {
-					flush()
-					orderID, sku = m.orderID, m.sku
+					orderID, sku, reserved, settled = m.orderID, m.sku, -1, false
 				}
-				if m.kind == moveReserve {
-					last = len(open)
-					open = append(open, m)
-				} else {
+				switch {
+				case m.kind != moveReserve:
 					settled = true
+					if reserved >= 0 {
+						open, reserved = open[:reserved], -1
+					}
+				case !settled:
+					reserved = len(open)
+					open = append(open, m)
 				}
 				return nil
 			})
 		if err != nil {
-			return nil, fmt.Errorf("read stock ledger: %w", err)
+			return nil, nil, fmt.Errorf("read stock ledger: %w", err)
 		}
-		flush()
 	}
-	return open, nil
+	return open, seen, nil
 }
 
 // settle ends the reservations of orders that are locked: kind release gives the stock back, kind sell takes it for good. The ledger
-// rows are written here, the sums by the returned function, which the caller runs last. What it writes before are events about stock
-// rows that are gone, so it may be run only once.
+// rows are written here, the sums by the returned function, which the caller runs last and once.
 func (t *txn) settle(ctx context.Context, ids []int64, kind string) (sums func() error, err error) {
 	open, err := t.unsettled(ctx, ids)
 	if err != nil {
@@ -134,68 +140,84 @@ func (t *txn) settle(ctx context.Context, ids []int64, kind string) (sums func()
 	return func() error { return t.settleSums(ctx, open, bySKU, kind) }, nil
 }
 
+// settleSums brings the stock rows in line with the moves. A row that is gone, or that was made anew and does not hold what the orders
+// reserved, is reported and left alone: an order ends whatever became of its products.
 func (t *txn) settleSums(ctx context.Context, moves []move, bySKU map[string]int64, kind string) error {
-	set := "s.available = s.available + m.quantity, s.reserved = s.reserved - m.quantity"
-	if kind == moveSell {
-		set = "s.reserved = s.reserved - m.quantity, s.sold = s.sold + m.quantity"
-	}
-	skus := slices.Sorted(maps.Keys(bySKU))
-	var gone []string
-	for part := range slices.Chunk(skus, maxRows) {
-		// The sums are joined in as a list in SKU order, and the join is told to follow that order: rows are locked by SKU. An IN
-		// list would be planned as a scan of the whole table once it names more than about half of the SKUs.
-		values := "SELECT CONVERT(? USING utf8mb4) COLLATE utf8mb4_bin AS sku, CAST(? AS SIGNED) AS quantity"
-		args := make([]any, 0, 2*len(part))
-		for i, sku := range part {
-			if i > 0 {
-				values += " UNION ALL SELECT ?, ?"
-			}
-			args = append(args, sku, bySKU[sku])
-		}
-		n, err := t.exec(ctx, "UPDATE ("+values+") m STRAIGHT_JOIN stock s FORCE INDEX (PRIMARY) ON s.sku = m.sku SET "+set, args...)
-		if err != nil {
-			return fmt.Errorf("%s stock of %d SKUs: %w", kind, len(part), err)
-		}
-		if n == int64(len(part)) {
+	lost := map[string]bool{}
+	for part := range slices.Chunk(slices.Sorted(maps.Keys(bySKU)), maxRows) {
+		n, err := t.moveSums(ctx, part, bySKU, kind)
+		if err == nil && n == int64(len(part)) {
 			continue
 		}
-		there := make(map[string]bool, len(part))
-		err = t.each(ctx, "SELECT sku FROM stock FORCE INDEX (PRIMARY) WHERE sku IN ("+marks(len(part))+") ORDER BY sku FOR UPDATE", anys(part),
+		short := number(err) == errCheck || number(err) == errCheckMariaDB // reserved would fall below zero, and nothing was changed
+		if err != nil && !short {
+			return err
+		}
+		reserved := make(map[string]int64, len(part))
+		err = t.each(ctx, "SELECT sku, reserved FROM stock FORCE INDEX (PRIMARY) WHERE sku IN ("+marks(len(part))+") ORDER BY sku FOR UPDATE", anys(part),
 			func(rows *sql.Rows) error {
 				var sku string
-				err := rows.Scan(&sku)
-				there[sku] = true
+				var n int64
+				err := rows.Scan(&sku, &n)
+				reserved[sku] = n
 				return err
 			})
 		if err != nil {
 			return fmt.Errorf("read which of %d SKUs are gone: %w", len(part), err)
 		}
-		for _, sku := range part {
-			if !there[sku] {
-				gone = append(gone, sku)
+		fit := slices.DeleteFunc(slices.Clone(part), func(sku string) bool {
+			n, there := reserved[sku]
+			lost[sku] = !there || short && n < bySKU[sku]
+			return lost[sku]
+		})
+		if short && len(fit) > 0 {
+			if _, err := t.moveSums(ctx, fit, bySKU, kind); err != nil {
+				return err
 			}
 		}
 	}
-	return t.reportGone(ctx, moves, gone)
+	return t.reportLost(ctx, moves, lost)
 }
 
-// reportGone tells of stock rows that were deleted while an order held pieces of them: the order ends all the same.
-func (t *txn) reportGone(ctx context.Context, moves []move, gone []string) error {
-	if len(gone) == 0 {
-		return nil
+// moveSums changes the sums of SKUs, which are sorted, and gives the number of rows that were there to change.
+func (t *txn) moveSums(ctx context.Context, skus []string, bySKU map[string]int64, kind string) (int64, error) {
+	set := "s.available = s.available + m.quantity, s.reserved = s.reserved - m.quantity"
+	if kind == moveSell {
+		set = "s.reserved = s.reserved - m.quantity, s.sold = s.sold + m.quantity"
 	}
+	// The sums are joined in as a list in SKU order, and the join is told to follow that order: rows are locked by SKU. An IN list would
+	// be planned as a scan of the whole table once it names more than about half of the SKUs.
+	values := "SELECT CONVERT(? USING utf8mb4) COLLATE utf8mb4_bin AS sku, CAST(? AS SIGNED) AS quantity"
+	args := make([]any, 0, 2*len(skus))
+	for i, sku := range skus {
+		if i > 0 {
+			values += " UNION ALL SELECT ?, ?"
+		}
+		args = append(args, sku, bySKU[sku])
+	}
+	n, err := t.exec(ctx, "UPDATE ("+values+") m STRAIGHT_JOIN stock s FORCE INDEX (PRIMARY) ON s.sku = m.sku SET "+set, args...)
+	if err != nil {
+		return 0, fmt.Errorf("%s stock of %d SKUs: %w", kind, len(skus), err)
+	}
+	return n, nil
+}
+
+// reportLost tells of stock rows that could not take back, or give out, what an order held of them.
+func (t *txn) reportLost(ctx context.Context, moves []move, lost map[string]bool) error {
 	var events []Event
+	skus := map[string]bool{}
 	for _, m := range moves {
-		if _, found := slices.BinarySearch(gone, m.sku); !found {
+		if !lost[m.sku] {
 			continue
 		}
+		skus[m.sku] = true
 		e, err := event(m.orderID, EventStockMissing, ActorLapse, map[string]any{"sku": m.sku, "quantity": m.quantity, "move": m.kind})
 		if err != nil {
 			return err
 		}
 		events = append(events, e)
 	}
-	t.gone += int64(len(gone))
+	t.gone += int64(len(skus))
 	return t.addEvents(ctx, events)
 }
 
@@ -230,18 +252,13 @@ func adjust(ref int64, sku string, delta int64) func(context.Context, *txn) erro
 		if delta == math.MinInt64 {
 			return invalid("adjustment %d of %q is out of range", delta, sku)
 		}
-		var one int
-		err := t.QueryRowContext(ctx, "SELECT 1 FROM stock_ledger WHERE order_id = ? AND sku = ? AND kind = ? FOR UPDATE", ref, sku, moveAdjust).Scan(&one)
+		// The ledger row comes first, by itself: its primary key is what makes the adjustment happen once, and looking for it before would
+		// lock, at REPEATABLE READ, the gap where it will be.
+		err := t.addMoves(ctx, []move{{orderID: ref, sku: sku, kind: moveAdjust, quantity: delta}})
 		switch {
-		case err == nil:
+		case number(err) == errDuplicateKey:
 			return nil
-		case !errors.Is(err, sql.ErrNoRows):
-			return fmt.Errorf("read adjustment %d of %q: %w", ref, sku, err)
-		}
-		if err := t.addMoves(ctx, []move{{orderID: ref, sku: sku, kind: moveAdjust, quantity: delta}}); err != nil {
-			if number(err) == errDuplicateKey {
-				return nil // another process made the same adjustment at this moment
-			}
+		case err != nil:
 			return err
 		}
 		if delta >= 0 {

@@ -202,8 +202,6 @@ func (s *Store) Counters() Counters {
 	return Counters{Retries: s.retry.Load(), StockMissing: s.gone.Load(), Parked: s.parked.Load()}
 }
 
-var errNotReady = errors.New("the database is not ready")
-
 // Ready asks the database whether the verbs can work on it: reachable, writable, at READ COMMITTED, and with the schema of this
 // build or a newer one. The error names what is missing and what to do; [IsUnavailable] is true for it.
 func (s *Store) Ready(ctx context.Context) error {
@@ -211,12 +209,12 @@ func (s *Store) Ready(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("connect to the database: %w: %w", errNotReady, err)
 	}
-	defer conn.Close() //nolint:errcheck // the connection goes back to the pool; its fate is the pool's
-	var readOnly int64
+	defer conn.Close()  //nolint:errcheck // the connection goes back to the pool; its fate is the pool's
+	var readOnly string // a number, or a word in MariaDB 12
 	if err := conn.QueryRowContext(ctx, "SELECT @@global.read_only").Scan(&readOnly); err != nil {
 		return fmt.Errorf("ask the database whether it takes writes: %w: %w", errNotReady, err)
 	}
-	if readOnly != 0 {
+	if readOnly != "0" && readOnly != "OFF" {
 		return fmt.Errorf("%w: it is read-only; point the DSN at the primary", errNotReady)
 	}
 	var name, isolation string
@@ -290,7 +288,7 @@ func (s *Store) once(ctx context.Context, do func(context.Context, *txn) error) 
 	}
 	tx, err := s.db.BeginTx(ctx, options)
 	if err != nil {
-		return fmt.Errorf("begin: %w", err)
+		return fmt.Errorf("begin: %w: %w", errNotReady, err)
 	}
 	t := &txn{executor: tx}
 	err = t.readNow(ctx)
@@ -303,7 +301,7 @@ func (s *Store) once(ctx context.Context, do func(context.Context, *txn) error) 
 		return err
 	}
 	if err := tx.Commit(); err != nil {
-		return fmt.Errorf("commit (its result is unknown; ask again): %w", err)
+		return fmt.Errorf("commit (its result is unknown; ask again): %w: %w", errNotReady, err)
 	}
 	s.gone.Add(t.gone)
 	s.parked.Add(t.parked)
@@ -317,6 +315,14 @@ func (s *Store) joinTx(ctx context.Context, tx *gorm.DB, doing string, do func(c
 		return fmt.Errorf("%s: %w", doing, err)
 	}
 	if _, err := conn.ExecContext(ctx, "SAVEPOINT lapse_tx"); err != nil {
+		return fmt.Errorf("%s: set savepoint: %w", doing, err)
+	}
+	// Outside a transaction a savepoint is taken without an error and is gone at once. That is where a handle stands whose transaction a
+	// deadlock has ended while its owner went on: each statement of ours would be committed alone.
+	if _, err := conn.ExecContext(ctx, "ROLLBACK TO SAVEPOINT lapse_tx"); err != nil {
+		if number(err) == errNoSavepoint {
+			return fmt.Errorf("%s: the handle's transaction was ended by the server (a deadlock, or a lost connection); start again: %w", doing, ErrNoTransaction)
+		}
 		return fmt.Errorf("%s: set savepoint: %w", doing, err)
 	}
 	t := &txn{executor: conn}
@@ -363,7 +369,7 @@ func connOf(tx *gorm.DB) (executor, error) {
 func (t *txn) readNow(ctx context.Context) error {
 	var now instant
 	if err := t.QueryRowContext(ctx, "SELECT CAST(UTC_TIMESTAMP(3) AS CHAR)").Scan(&now); err != nil {
-		return fmt.Errorf("ask the database for the time: %w", err)
+		return fmt.Errorf("ask the database for the time: %w: %w", errNotReady, err)
 	}
 	t.now = now.time
 	return nil
