@@ -144,7 +144,7 @@ type Broker struct {
 	tlsConf *tls.Config
 	pool    *x509.CertPool
 	certPEM []byte
-	gate    gateKeeper
+	gate    gate // shut while frozen
 	unwatch func()
 
 	life   sync.Mutex    // serialises Stop, Resume and Close; guards the next three
@@ -162,7 +162,7 @@ type Broker struct {
 	missing    map[string]time.Time // topics that were asked for in vain, and when
 	clients    map[string]*v2.Settings
 	streams    int
-	conns      int
+	conns      map[*conn]struct{}
 	calls      map[string]int
 	controls   []*control
 	losses     map[string]int
@@ -206,6 +206,7 @@ func New(opts ...Option) (*Broker, error) {
 		deliveries: make(map[int64]*delivery),
 		missing:    make(map[string]time.Time),
 		clients:    make(map[string]*v2.Settings),
+		conns:      make(map[*conn]struct{}),
 		calls:      make(map[string]int),
 		losses:     make(map[string]int),
 		visible:    make(chan struct{}),
@@ -297,14 +298,26 @@ func (b *Broker) ForgetClients() {
 }
 
 // Freeze lets every connection, and those to come, go quiet: bytes are accepted,
-// nothing is answered and nothing is done, as with a half-open connection or a
-// stopped process. Freezing twice is harmless.
-func (b *Broker) Freeze() { b.gate.freeze() }
+// nothing is answered and nothing is done, as with a stopped process. Freezing twice
+// is harmless; a Stop or Restart ends it.
+func (b *Broker) Freeze() { b.gate.shut() }
 
 // Thaw ends a Freeze. What has arrived meanwhile is worked off.
 func (b *Broker) Thaw() {
-	b.gate.thaw()
+	b.gate.open()
 	b.wake()
+}
+
+// HalfOpen lets the connections that are open now go quiet for good, as if a firewall
+// had forgotten them: bytes are accepted and nothing is answered. Connections that
+// are made later work. A Receive that waits at this moment still takes messages, and
+// its answer goes nowhere.
+func (b *Broker) HalfOpen() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for c := range b.conns {
+		c.own.shut()
+	}
 }
 
 // SetSkew sets how far the Broker's clock is ahead of the real one, or of its
@@ -387,6 +400,7 @@ func (b *Broker) halt() {
 	}
 	b.server.Stop()
 	<-b.served
+	b.gate.open()
 	b.server, b.served = nil, nil
 }
 

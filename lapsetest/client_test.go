@@ -10,8 +10,13 @@ import (
 
 func startProducer(t *testing.T, endpoint string, topics ...string) golang.Producer {
 	t.Helper()
+	return startSignedProducer(t, endpoint, "", "", topics...)
+}
+
+func startSignedProducer(t *testing.T, endpoint, key, secret string, topics ...string) golang.Producer {
+	t.Helper()
 	p, err := golang.NewProducer(
-		&golang.Config{Endpoint: endpoint, Credentials: &credentials.SessionCredentials{}},
+		&golang.Config{Endpoint: endpoint, Credentials: &credentials.SessionCredentials{AccessKey: key, AccessSecret: secret}},
 		golang.WithTopics(topics...), golang.WithMaxAttempts(1))
 	if err != nil {
 		t.Fatalf("new producer: %v", err)

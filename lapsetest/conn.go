@@ -6,25 +6,25 @@ import (
 	"sync/atomic"
 )
 
-// gateKeeper is what freezes the connections of a Broker: nil when they flow,
-// otherwise a channel that is closed by Thaw.
-type gateKeeper struct{ frozen atomic.Pointer[chan struct{}] }
+// gate holds up who passes it: open when ch is nil, otherwise shut until the channel
+// is closed.
+type gate struct{ ch atomic.Pointer[chan struct{}] }
 
-func (g *gateKeeper) freeze() {
+func (g *gate) shut() {
 	ch := make(chan struct{})
-	g.frozen.CompareAndSwap(nil, &ch)
+	g.ch.CompareAndSwap(nil, &ch)
 }
 
-func (g *gateKeeper) thaw() {
-	if ch := g.frozen.Swap(nil); ch != nil {
+func (g *gate) open() {
+	if ch := g.ch.Swap(nil); ch != nil {
 		close(*ch)
 	}
 }
 
-// pass returns true once nothing is frozen, false if stop comes first.
-func (g *gateKeeper) pass(stop <-chan struct{}) bool {
+// pass returns true once the gate is open, false if stop comes first.
+func (g *gate) pass(stop <-chan struct{}) bool {
 	for {
-		ch := g.frozen.Load()
+		ch := g.ch.Load()
 		if ch == nil {
 			return true
 		}
@@ -36,40 +36,45 @@ func (g *gateKeeper) pass(stop <-chan struct{}) bool {
 	}
 }
 
-// listener hands out connections that the Broker can freeze and count.
+// listener hands out connections that the Broker can silence and count.
 type listener struct {
 	net.Listener
 	b *Broker
 }
 
 func (l *listener) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
+	inner, err := l.Listener.Accept()
 	if err != nil {
 		return nil, err
 	}
-	l.b.countConn(1)
-	return &conn{Conn: c, b: l.b, closed: make(chan struct{})}, nil
+	c := &conn{Conn: inner, b: l.b, closed: make(chan struct{})}
+	l.b.addConn(c)
+	return c, nil
 }
 
-// conn withholds its bytes in both directions while the gate is closed. The
-// kernel goes on accepting what the peer sends, as it does for a stopped process.
+// conn withholds its bytes in both directions while its own gate or the Broker's is
+// shut. The kernel goes on accepting what the peer sends, as it does for a stopped
+// process. That the peer has gone is let through, so that nothing waits for ever.
 type conn struct {
 	net.Conn
 	b      *Broker
+	own    gate
 	once   sync.Once
 	closed chan struct{} // closed by Close
 }
 
+func (c *conn) pass() bool { return c.b.gate.pass(c.closed) && c.own.pass(c.closed) }
+
 func (c *conn) Read(p []byte) (int, error) {
 	n, err := c.Conn.Read(p)
-	if !c.b.gate.pass(c.closed) {
+	if err == nil && !c.pass() {
 		return 0, net.ErrClosed
 	}
 	return n, err
 }
 
 func (c *conn) Write(p []byte) (int, error) {
-	if !c.b.gate.pass(c.closed) {
+	if !c.pass() {
 		return 0, net.ErrClosed
 	}
 	return c.Conn.Write(p)
@@ -78,7 +83,21 @@ func (c *conn) Write(p []byte) (int, error) {
 func (c *conn) Close() error {
 	c.once.Do(func() {
 		close(c.closed)
-		c.b.countConn(-1)
+		c.b.dropConn(c)
 	})
 	return c.Conn.Close()
+}
+
+func (b *Broker) addConn(c *conn) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.conns[c] = struct{}{}
+	b.noteChange()
+}
+
+func (b *Broker) dropConn(c *conn) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.conns, c)
+	b.noteChange()
 }

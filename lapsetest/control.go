@@ -38,8 +38,9 @@ var methods = []string{
 //   - for ReceiveMessage also a []*v2.ReceiveMessageResponse, the frames to send;
 //   - for Telemetry, where it is called for each command, nil means silence.
 //
-// It may block, and must return when ctx ends: Close waits for it. No lock is held
-// while it runs, so that it may use the Broker.
+// It may block, and must return when ctx ends. No lock is held while it runs, so that
+// it may use the Broker; but Stop, Restart and Close wait for it, so that it can only
+// start them in a goroutine.
 type ControlFunc func(ctx context.Context, req any) (resp any, err error, handled bool)
 
 type control struct {

@@ -37,8 +37,8 @@
 // [Broker.Control] is the general tool: a function that sees a request before the
 // server does, and may observe, delay, refuse or answer it. On top of it there are
 // [Broker.FailNext] and [Broker.LoseNext]; for the connection [Broker.Freeze],
-// [Broker.Stop] and [Broker.Restart]; for time a [Clock], or [Broker.SetSkew];
-// for what a broker does by itself [Broker.Duplicate] and [Broker.Inject].
+// [Broker.HalfOpen], [Broker.Stop] and [Broker.Restart]; for time a [Clock], or
+// [Broker.SetSkew]; for what no client can do [Broker.Duplicate] and [Broker.Inject].
 //
 // A Broker and a Clock are safe for concurrent use.
 package lapsetest

@@ -236,7 +236,7 @@ func (b *Broker) Streams() int {
 func (b *Broker) Conns() int {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.conns
+	return len(b.conns)
 }
 
 // Now returns the Broker's time: real or its Clock's, with the skew.

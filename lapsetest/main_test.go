@@ -116,3 +116,18 @@ func until(t *testing.T, b *lapsetest.Broker, what string, cond func() bool) {
 		t.Fatalf("%s: %v", what, err)
 	}
 }
+
+// eventually asks again and again, for what the Broker itself does not announce.
+func eventually(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	ctx := within(t, 20*time.Second)
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for !cond() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			t.Fatalf("%s: not within 20 s", what)
+		}
+	}
+}

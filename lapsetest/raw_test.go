@@ -19,7 +19,7 @@ import (
 
 // raw is a client on the generated stubs: it sees every code, and has no habits.
 type raw struct {
-	t      testing.TB
+	t      *testing.T
 	api    v2.MessagingServiceClient
 	id     string
 	stream v2.MessagingService_TelemetryClient
@@ -29,7 +29,7 @@ var rawCount atomic.Int64
 
 const requestTimeout = 3 * time.Second
 
-func dialRaw(t testing.TB, endpoint string, opts ...grpc.DialOption) *raw {
+func dialRaw(t *testing.T, endpoint string, opts ...grpc.DialOption) *raw {
 	t.Helper()
 	if len(opts) == 0 {
 		opts = []grpc.DialOption{grpc.WithTransportCredentials(insecure.NewCredentials())}
@@ -277,3 +277,14 @@ func (r *raw) heartbeat(group string) v2.Code {
 func handleOf(m *v2.Message) string { return m.GetSystemProperties().GetReceiptHandle() }
 func idOf(m *v2.Message) string     { return m.GetSystemProperties().GetMessageId() }
 func attemptOf(m *v2.Message) int32 { return m.GetSystemProperties().GetDeliveryAttempt() }
+
+// receiveRequest asks for messages of the topic and group of a bundle.
+func receiveRequest(batch int) *v2.ReceiveMessageRequest {
+	return &v2.ReceiveMessageRequest{
+		Group:             res(group),
+		MessageQueue:      &v2.MessageQueue{Topic: res(topic), Broker: &v2.Broker{}},
+		FilterExpression:  &v2.FilterExpression{Type: v2.FilterType_TAG, Expression: "*"},
+		BatchSize:         int32(batch),
+		InvisibleDuration: durationpb.New(10 * time.Second),
+	}
+}

@@ -65,13 +65,6 @@ func (b *Broker) countStream(by int) {
 	b.noteChange()
 }
 
-func (b *Broker) countConn(by int) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.conns += by
-	b.noteChange()
-}
-
 // settle remembers a client's settings and returns the server's answer to them.
 func (b *Broker) settle(ctx context.Context, in *v2.Settings) (*v2.TelemetryCommand, error) {
 	id := clientID(ctx)
