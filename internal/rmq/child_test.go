@@ -15,7 +15,12 @@ import (
 	"testing"
 	"time"
 
+	golang "github.com/apache/rocketmq-clients/golang/v5"
+	innermd "github.com/apache/rocketmq-clients/golang/v5/metadata"
+	v2 "github.com/apache/rocketmq-clients/golang/v5/protocol/v2"
 	"github.com/prometheus/client_golang/prometheus"
+	"go.uber.org/zap"
+	"google.golang.org/grpc/metadata"
 
 	"github.com/lapse-orders/lapse/lapsetest"
 )
@@ -27,6 +32,7 @@ const childEnv = "LAPSE_RMQ_TEST_CHILD"
 
 var children = map[string]func() error{
 	"files":   childFiles,
+	"foreign": childForeign,
 	"leaks":   childLeaks,
 	"waiting": childWaiting,
 }
@@ -275,6 +281,52 @@ func childWaiting() error {
 	for _, o := range open {
 		if err := closeBoth(ctx, o.p, o.c); err != nil {
 			return err
+		}
+	}
+	return nil
+}
+
+func TestClientsThatAreNotOursGetTheOfficialConnection(t *testing.T) {
+	t.Parallel()
+	runChild(t, "foreign")
+}
+
+// childForeign calls as the official client does, with an id that is nobody's here.
+func childForeign() error {
+	b, err := lapsetest.New()
+	if err != nil {
+		return err
+	}
+	defer b.Close()
+	b.CreateTopic("t", lapsetest.Delay, 1)
+	golang.EnableSsl = false // what such a program would do
+	rpc, err := golang.NewRpcClient("ip:///"+b.Endpoint(), golang.WithRpcClientConnOption(golang.WithZapLogger(zap.NewNop())))
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	ctx = metadata.AppendToOutgoingContext(ctx, innermd.ClintID, "somebody")
+	for range 2 { // the second over the same connection, and after Close over a new one
+		r, err := rpc.QueryRoute(ctx, &v2.QueryRouteRequest{Topic: &v2.Resource{Name: "t"}})
+		if err != nil || len(r.GetMessageQueues()) != 1 {
+			return fmt.Errorf("route %v: %w", r, err)
+		}
+		stream, err := rpc.Telemetry(ctx)
+		if err != nil {
+			return err
+		}
+		if err := stream.CloseSend(); err != nil {
+			return err
+		}
+		if b.Conns() != 1 {
+			return fmt.Errorf("%d connections, want 1", b.Conns())
+		}
+		if err := rpc.GracefulStop(); err != nil {
+			return err
+		}
+		if !poll100(ctx, func() bool { return b.Conns() == 0 }) {
+			return errors.New("the connection was not closed")
 		}
 	}
 	return nil

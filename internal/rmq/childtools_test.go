@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"sort"
+	"strings"
 	"sync"
 	"time"
 
@@ -105,8 +106,8 @@ func count(reg prometheus.Gatherer, name string, labels ...string) (float64, err
 				have = append(have, l.GetName()+"="+l.GetValue())
 			}
 			all := true
-			for i := 0; i < len(labels); i += 2 {
-				all = all && slices.Contains(have, labels[i]+"="+labels[i+1])
+			for l := range slices.Chunk(labels, 2) {
+				all = all && slices.Contains(have, strings.Join(l, "="))
 			}
 			if all {
 				return m.GetCounter().GetValue(), nil

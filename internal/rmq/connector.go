@@ -18,9 +18,10 @@ import (
 
 const (
 	// Pauses between attempts to connect: quick enough for a start of the whole
-	// stack at once, slow enough for a broker that is away for a night.
+	// stack at once, slow enough for a broker that is away for a night (a proxy that did not know a
+	// topic says so for 20 s more, so a longer pause would show).
 	connectPauseMin = 250 * time.Millisecond
-	connectPauseMax = 5 * time.Second
+	connectPauseMax = 3 * time.Second
 )
 
 // official is what the Producer and the SimpleConsumer of the official client
@@ -79,7 +80,7 @@ func newConnector[C official](cfg Config, role v2.ClientType, group string, topi
 		idle:    make(chan struct{}),
 		cause:   fmt.Errorf("connecting to %s", cfg.Endpoints),
 	}
-	c.ctx, c.cancel = context.WithCancel(context.Background())
+	c.ctx, c.cancel = context.WithCancel(context.Background()) //nolint:gosec // shutdown calls it
 	go c.run(group) // ended by shutdown, which waits for ran
 	return c, nil
 }
@@ -265,7 +266,7 @@ func (c *connector[C]) checkRoute(topic string, r *v2.QueryRouteResponse) error 
 	}
 	fix := fmt.Sprintf("mqadmin updateTopic -n NAMESERVER:9876 -c DefaultCluster -t %s -r 8 -w 8 -a +message.type=%s (the proxy may take 20 s to see it)", topic, wanted)
 	if code := r.GetStatus().GetCode(); code != v2.Code_OK {
-		err := &StatusError{Code: int32(code), Message: r.GetStatus().GetMessage()}
+		err := refusal(int32(code), r.GetStatus().GetMessage())
 		switch code {
 		case v2.Code_TOPIC_NOT_FOUND:
 			return fmt.Errorf("topic %s does not exist at %s; create it with: %s: %w", topic, c.cfg.Endpoints, fix, err)

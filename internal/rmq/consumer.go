@@ -101,6 +101,8 @@ func NewConsumer(cfg Config, group string, topics ...string) (*Consumer, error) 
 // invisible time (10 s to 12 h). It waits a few seconds for the first one; when
 // there is none it returns nil, nil.
 //
+// An error returns at once, and the next call may too: back off between them.
+//
 // When ctx ends, Receive returns at once with its error. What the server hands
 // over for it afterwards is given to the next Receive, or back to the group by
 // Close.

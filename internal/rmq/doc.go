@@ -34,11 +34,11 @@
 // exclusion:
 //
 //   - the retry policy, written by a settings reply while Send reads it
-//     (producer_options.go:150), and the meter, replaced by a settings reply
-//     while every call reads it (metric.go:331): both are cut out of the reply
+//     (producer_options.go:155), and the meter, replaced by a settings reply
+//     while every call reads it (metric.go:354): both are cut out of the reply
 //     before the client sees it;
 //   - the start-up error, written by the telemetry loop while Start polls it
-//     (client.go:114): the telemetry loop never sees an error during Start;
+//     (client.go:123): the telemetry loop never sees an error during Start;
 //   - the meter again, replaced by GracefulStop: it is called when no other call
 //     is under way.
 package rmq

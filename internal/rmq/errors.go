@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 
 	golang "github.com/apache/rocketmq-clients/golang/v5"
 	v2 "github.com/apache/rocketmq-clients/golang/v5/protocol/v2"
@@ -39,6 +40,13 @@ func (e *StatusError) Error() string {
 // Is makes errors.Is(err, ErrHandleExpired) true for 40013.
 func (e *StatusError) Is(target error) bool {
 	return target == ErrHandleExpired && e.Code == int32(v2.Code_INVALID_RECEIPT_HANDLE)
+}
+
+// refusal makes the error of a status. Of the message only the first line is kept,
+// the broker's go on with advertisement for its documentation.
+func refusal(code int32, message string) *StatusError {
+	first, _, _ := strings.Cut(message, "\n")
+	return &StatusError{Code: code, Message: strings.TrimSpace(first)}
 }
 
 // Code returns the server's code of a refusal; ok is false when err is not one.
@@ -81,8 +89,13 @@ func IsUnavailable(err error) bool {
 	if errors.Is(err, ErrNotReady) || errors.Is(err, context.DeadlineExceeded) {
 		return true
 	}
-	c := transportCode(err)
-	return c == codes.Unavailable || c == codes.DeadlineExceeded
+	switch transportCode(err) {
+	// Canceled: the connection was replaced under the call. When its caller gave it
+	// up, the error is the context's.
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
+		return true
+	}
+	return false
 }
 
 // transportCode is the gRPC code of an error that no server answered, codes.OK
@@ -104,7 +117,7 @@ func edge(ctx context.Context, err error) error {
 		return nil
 	}
 	if rs, ok := errors.AsType[*golang.ErrRpcStatus](err); ok {
-		return &StatusError{Code: rs.Code, Message: rs.Message}
+		return refusal(rs.Code, rs.Message)
 	}
 	if cause := ctx.Err(); cause != nil && !errors.Is(err, cause) {
 		return fmt.Errorf("%w (%v)", cause, err) //nolint:errorlint // the client's text is an addition to the cause

@@ -12,7 +12,6 @@ import (
 	"testing"
 	"time"
 
-	innermd "github.com/apache/rocketmq-clients/golang/v5/metadata"
 	v2 "github.com/apache/rocketmq-clients/golang/v5/protocol/v2"
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc/metadata"
@@ -600,17 +599,6 @@ func TestRequestsAreCountedByMethodAndCode(t *testing.T) {
 		if got := counter(t, reg, "lapse_rocketmq_requests_total", "method", l[0], "code", l[1]); got != want {
 			t.Errorf("%s: counted %v, want %v", labels, got, want)
 		}
-	}
-}
-
-func TestClientsThatAreNotOursAreLeftAlone(t *testing.T) {
-	t.Parallel()
-	ctx := metadata.AppendToOutgoingContext(t.Context(), innermd.ClintID, "somebody")
-	if l := linkOf(ctx); l != nil {
-		t.Errorf("a foreign client got link %v", l)
-	}
-	if l := linkOf(t.Context()); l != nil {
-		t.Errorf("a call without headers got link %v", l)
 	}
 }
 

@@ -39,7 +39,7 @@ const (
 	keepaliveTime = 310 * time.Second
 
 	// The header of temporary credentials, which the Go client v5.1.4 does not send.
-	sessionTokenHeader = "x-mq-session-token"
+	sessionTokenHeader = "x-mq-session-token" //nolint:gosec // the name of a header
 )
 
 // link holds everything of one Producer's or Consumer's way to the servers: one
@@ -157,7 +157,7 @@ func (l *link) dial(target string) (*grpc.ClientConn, error) {
 		// after 30 s at the earliest).
 		return grpc.NewClient("passthrough:///"+addrs[0], opts...)
 	}
-	rand.Shuffle(len(addrs), func(i, j int) { addrs[i], addrs[j] = addrs[j], addrs[i] })
+	rand.Shuffle(len(addrs), func(i, j int) { addrs[i], addrs[j] = addrs[j], addrs[i] }) //nolint:gosec // no secret
 	state := resolver.State{}
 	for _, a := range addrs {
 		host, _, _ := net.SplitHostPort(a)

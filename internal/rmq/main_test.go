@@ -2,7 +2,9 @@ package rmq
 
 import (
 	"context"
+	"flag"
 	"log/slog"
+	"net"
 	"os"
 	"testing"
 	"time"
@@ -15,6 +17,11 @@ import (
 func TestMain(m *testing.M) {
 	if os.Getenv(childEnv) != "" {
 		os.Exit(child())
+	}
+	// The tests wait for servers and timeouts most of the time.
+	flag.Parse()
+	if err := flag.Set("test.parallel", "8"); err != nil {
+		panic(err)
 	}
 	goleak.VerifyTestMain(m, clientTickers()...)
 }
@@ -165,4 +172,25 @@ func receiveOne(t *testing.T, c *Consumer, limit time.Duration) *Delivery {
 // testLog writes to the test's log what happens before the test ends.
 func testLog(t *testing.T) *slog.Logger {
 	return slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
+
+// pause waits between attempts, or until ctx ends.
+func pause(ctx context.Context, d time.Duration) {
+	select {
+	case <-time.After(d):
+	case <-ctx.Done():
+	}
+}
+
+// untilListening returns the moment at which addr first accepts a connection.
+func untilListening(ctx context.Context, addr string) time.Time {
+	for ctx.Err() == nil {
+		conn, err := (&net.Dialer{Timeout: time.Second}).DialContext(ctx, "tcp", addr)
+		if err == nil {
+			_ = conn.Close()
+			break
+		}
+		pause(ctx, 20*time.Millisecond)
+	}
+	return time.Now()
 }

@@ -8,10 +8,10 @@ import (
 
 // metrics are shared by all Producers and Consumers of one registerer.
 type metrics struct {
-	requests  *prometheus.CounterVec   // method, code
-	duration  *prometheus.HistogramVec // method
-	telemetry prometheus.Counter
-	replaced  prometheus.Counter
+	requests   *prometheus.CounterVec   // method, code
+	duration   *prometheus.HistogramVec // method
+	reconnects prometheus.Counter
+	replaced   prometheus.Counter
 }
 
 func newMetrics(reg prometheus.Registerer) (*metrics, error) {
@@ -26,9 +26,9 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 			// From a loopback answer to the longest poll of the proxy, 20 s.
 			Buckets: []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20},
 		}, []string{"method"}),
-		telemetry: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "lapse_rocketmq_telemetry_reconnects_total",
-			Help: "Telemetry streams opened again after they were lost.",
+		reconnects: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "lapse_rocketmq_reconnects_total",
+			Help: "Connections that came back after they were lost.",
 		}),
 		replaced: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "lapse_rocketmq_connections_replaced_total",
@@ -41,7 +41,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 	var errs []error
 	m.requests = register(reg, m.requests, &errs)
 	m.duration = register(reg, m.duration, &errs)
-	m.telemetry = register(reg, m.telemetry, &errs)
+	m.reconnects = register(reg, m.reconnects, &errs)
 	m.replaced = register(reg, m.replaced, &errs)
 	return m, errors.Join(errs...)
 }

@@ -39,9 +39,12 @@ type session struct {
 	stream v2.MessagingService_TelemetryClient // nil while there is none
 	end    context.CancelFunc                  // of stream
 	cause  error                               // why there is none; nil once settings have come back
-	since  time.Time                           // of cause
 	seen   bool                                // settings came back at least once
-	forced time.Time                           // of the last reopen
+	away   bool                                // and the stream has been lost since
+	since  time.Time                           // of away
+
+	reopening bool      // the stream is being ended by reopen
+	forced    time.Time // of the last reopen
 }
 
 var errNoSettings = errors.New("the server has not sent settings yet")
@@ -57,7 +60,6 @@ func (l *link) session(target string) *session {
 		link: l, target: target,
 		toClient: make(chan *v2.TelemetryCommand, 1),
 		cause:    errNoSettings,
-		since:    time.Now(),
 	}
 	l.sessions[target] = s
 	if !l.closed {
@@ -95,8 +97,8 @@ func (s *session) reopen(reason string) {
 	if s.end == nil || s.cause != nil || time.Since(s.forced) < reopenPause {
 		return // under way already, or no help
 	}
-	s.forced = time.Now()
-	s.cause, s.since = errors.New(reason), s.forced
+	s.forced, s.reopening = time.Now(), true
+	s.cause = errors.New(reason)
 	s.end()
 }
 
@@ -107,22 +109,29 @@ func (s *session) run() {
 		if s.link.ctx.Err() != nil {
 			return
 		}
-		s.mu.Lock()
-		again := s.cause == nil
-		if again {
-			s.since = time.Now()
-		}
-		s.cause = s.link.explain(err)
-		again = again || s.seen
-		s.mu.Unlock()
-		if again {
-			s.link.metrics.telemetry.Inc()
-			s.link.log.Debug("rocketmq telemetry stream lost", "target", s.target, "err", err)
-		}
+		s.lost(s.link.explain(err))
 		select {
 		case <-time.After(telemetryPause):
 		case <-s.link.ctx.Done():
 		}
+	}
+}
+
+// lost keeps why there is no stream; once, when it stood before, it is logged.
+func (s *session) lost(err error) {
+	s.mu.Lock()
+	if s.reopening {
+		s.reopening = false // the reason is known, err is what reopen did
+		err = s.cause
+	}
+	first := s.seen && !s.away
+	if first {
+		s.away, s.since = true, time.Now()
+	}
+	s.cause = err
+	s.mu.Unlock()
+	if first {
+		s.link.log.Warn("rocketmq connection lost, making it again", "target", s.target, "err", err)
 	}
 }
 
@@ -164,28 +173,30 @@ func (s *session) runOnce() error {
 
 // received passes a settings reply on. The rest is kept from the client: on
 // commands for other kinds of clients it calls functions that are nil
-// (client.go:759), and a stack dump is nothing to hand to a server.
+// (client.go:761), and a stack dump is nothing to hand to a server.
 func (s *session) received(cmd *v2.TelemetryCommand) error {
 	settings := cmd.GetSettings()
 	if settings == nil {
 		if st := cmd.GetStatus(); st != nil && st.GetCode() != v2.Code_OK {
-			return &StatusError{Code: int32(st.GetCode()), Message: st.GetMessage()}
+			return refusal(int32(st.GetCode()), st.GetMessage())
 		}
 		s.link.log.Debug("rocketmq telemetry command ignored", "target", s.target)
 		return nil
 	}
 	settings = proto.CloneOf(settings)
 	// Both are written without a lock while other goroutines read them
-	// (producer_options.go:150, metric.go:331). The number of attempts is ours to
+	// (producer_options.go:155, metric.go:354). The number of attempts is ours to
 	// say, and the client's own meter is off.
 	settings.BackoffPolicy = nil
 	settings.Metric = nil
 	s.mu.Lock()
-	if s.seen && s.cause != nil {
-		s.link.log.Info("rocketmq telemetry stream is back", "target", s.target, "after", time.Since(s.since).Round(time.Millisecond))
-	}
-	s.cause, s.seen = nil, true
+	back, after := s.away, time.Since(s.since)
+	s.cause, s.seen, s.away = nil, true, false
 	s.mu.Unlock()
+	if back {
+		s.link.metrics.reconnects.Inc()
+		s.link.log.Info("rocketmq connection is back", "target", s.target, "after", after.Round(time.Millisecond))
+	}
 	s.offer(&v2.TelemetryCommand{Status: cmd.GetStatus(), Command: &v2.TelemetryCommand_Settings{Settings: settings}})
 	return nil
 }
@@ -229,7 +240,7 @@ func (l *link) telemetry(ctx context.Context, target string) (grpc.ClientStream,
 // telemetryStream is the client's end of a session. Its Send never fails and its
 // Recv fails only after the link has ended.
 type telemetryStream struct {
-	ctx      context.Context //nolint:containedctx // grpc.ClientStream demands a Context method
+	ctx      context.Context // grpc.ClientStream has a Context method
 	session  *session
 	finished bool // Recv only
 }
@@ -250,7 +261,7 @@ func (t *telemetryStream) SendMsg(m any) error {
 
 // RecvMsg returns the settings replies. When the link ends it returns one more,
 // made up: Start waits for it, and would otherwise wait for ever, or read an error
-// that another goroutine writes without a lock (client.go:114).
+// that another goroutine writes without a lock (client.go:123).
 func (t *telemetryStream) RecvMsg(m any) error {
 	out := m.(*v2.TelemetryCommand)
 	select {
