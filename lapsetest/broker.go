@@ -76,7 +76,7 @@ type options struct {
 	pollLimit     time.Duration
 	lag           time.Duration
 	routeCache    time.Duration
-	sendAttempts  int32
+	sendAttempts  int
 	recall        bool
 	tls           bool
 	accessKey     string
@@ -105,9 +105,9 @@ func WithPollLimit(d time.Duration) Option { return func(o *options) { o.pollLim
 // Default: 0.
 func WithRedeliveryLag(d time.Duration) Option { return func(o *options) { o.lag = d } }
 
-// WithRouteCache makes the Broker remember for d of real time that a topic was not
-// there, and answer so even if it has been created since. The real proxy does it
-// for 20 s. Default: 0.
+// WithRouteCache makes the Broker remember for d that a topic was not there, and
+// answer so even if it has been created since. The real proxy does it for 20 s.
+// Default: 0.
 func WithRouteCache(d time.Duration) Option { return func(o *options) { o.routeCache = d } }
 
 // WithSendAttempts makes the settings tell producers to send up to n times, which
@@ -115,7 +115,7 @@ func WithRouteCache(d time.Duration) Option { return func(o *options) { o.routeC
 // proxy says 3. Default: the settings say nothing, and the client's own
 // WithMaxAttempts holds; for the client applies the answer without a lock, which
 // the race detector reports.
-func WithSendAttempts(n int) Option { return func(o *options) { o.sendAttempts = int32(n) } }
+func WithSendAttempts(n int) Option { return func(o *options) { o.sendAttempts = n } }
 
 // WithRecall allows RecallMessage (recallMessageEnable). Default: it is forbidden, as
 // in a real broker that is not told otherwise; recall handles are handed out all the

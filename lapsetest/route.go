@@ -2,7 +2,6 @@ package lapsetest
 
 import (
 	"context"
-	"time"
 
 	v2 "github.com/apache/rocketmq-clients/golang/v5/protocol/v2"
 )
@@ -15,10 +14,10 @@ func (s *service) QueryRoute(_ context.Context, req *v2.QueryRouteRequest) (*v2.
 	defer b.mu.Unlock()
 	name := nameOf(req.GetTopic())
 	t, st := b.findTopic(req.GetTopic())
-	if since, ok := b.missing[name]; ok && time.Since(since) < b.opts.routeCache {
+	if since, ok := b.missing[name]; ok && b.now().Sub(since) < b.opts.routeCache {
 		st = result(v2.Code_TOPIC_NOT_FOUND, "no topic route info of "+name)
 	} else if st.GetCode() == v2.Code_TOPIC_NOT_FOUND {
-		b.missing[name] = time.Now()
+		b.missing[name] = b.now()
 	}
 	if st != nil {
 		return &v2.QueryRouteResponse{Status: st}, nil
@@ -31,7 +30,7 @@ func (s *service) QueryRoute(_ context.Context, req *v2.QueryRouteRequest) (*v2.
 	for i := range queues {
 		queues[i] = &v2.MessageQueue{
 			Topic:              req.GetTopic(),
-			Id:                 int32(i),
+			Id:                 wireInt(i),
 			Permission:         v2.Permission_READ_WRITE,
 			Broker:             &v2.Broker{Name: brokerName, Endpoints: endpoints},
 			AcceptMessageTypes: []v2.MessageType{t.typ.messageType()},

@@ -5,6 +5,7 @@ import (
 	"crypto/hmac"
 	"crypto/sha1" //nolint:gosec // the protocol signs with HMAC-SHA1
 	"encoding/hex"
+	"math"
 	"path"
 	"regexp"
 	"strings"
@@ -35,6 +36,9 @@ func result(code v2.Code, text string) *v2.Status {
 	}
 	return &v2.Status{Code: code, Message: text}
 }
+
+// wireInt makes n what the protocol counts with. No count here comes near the limit.
+func wireInt(n int) int32 { return int32(min(max(n, 0), math.MaxInt32)) }
 
 // header returns a value of the call's metadata. The client adds its headers again
 // on each retry, so that the last one is the one that counts.

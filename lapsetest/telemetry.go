@@ -88,7 +88,7 @@ func (b *Broker) settle(ctx context.Context, in *v2.Settings) (*v2.TelemetryComm
 		if st != nil {
 			return nil, status.Error(codes.InvalidArgument, "process client telemetryCommand failed. "+st.GetMessage())
 		}
-		out.BackoffPolicy = consumerBackoff(int32(g.retries) + 1)
+		out.BackoffPolicy = consumerBackoff(g.retries + 1)
 		sub := out.GetSubscription()
 		sub.Fifo = proto.Bool(false)
 		sub.ReceiveBatchSize = proto.Int32(maxBatch)
@@ -105,9 +105,9 @@ func (b *Broker) settle(ctx context.Context, in *v2.Settings) (*v2.TelemetryComm
 }
 
 // producerBackoff is the proxy's default policy: 10 ms, doubling, at most 1 s.
-func producerBackoff(attempts int32) *v2.RetryPolicy {
+func producerBackoff(attempts int) *v2.RetryPolicy {
 	return &v2.RetryPolicy{
-		MaxAttempts: attempts,
+		MaxAttempts: wireInt(attempts),
 		Strategy: &v2.RetryPolicy_ExponentialBackoff{ExponentialBackoff: &v2.ExponentialBackoff{
 			Initial:    durationpb.New(10 * time.Millisecond),
 			Max:        durationpb.New(time.Second),
@@ -118,12 +118,12 @@ func producerBackoff(attempts int32) *v2.RetryPolicy {
 
 // consumerBackoff is a group's default policy. SimpleConsumer does not follow it: its
 // messages come again when their invisible time ends.
-func consumerBackoff(attempts int32) *v2.RetryPolicy {
+func consumerBackoff(attempts int) *v2.RetryPolicy {
 	c := new(v2.CustomizedBackoff)
 	for _, s := range []int64{1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200} {
 		c.Next = append(c.Next, &durationpb.Duration{Seconds: s})
 	}
-	return &v2.RetryPolicy{MaxAttempts: attempts, Strategy: &v2.RetryPolicy_CustomizedBackoff{CustomizedBackoff: c}}
+	return &v2.RetryPolicy{MaxAttempts: wireInt(attempts), Strategy: &v2.RetryPolicy_CustomizedBackoff{CustomizedBackoff: c}}
 }
 
 var unknownClient = result(v2.Code_UNRECOGNIZED_CLIENT_TYPE, "cannot find client settings for this client")
