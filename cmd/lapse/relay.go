@@ -1,0 +1,71 @@
+package main
+
+import (
+	"context"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lapse-orders/lapse/relay"
+)
+
+func (a *app) relayCmd() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "relay",
+		Short: "Turn outbox rows into timed messages, until told to stop",
+		Long: `Turns the outbox rows that checkout commits with its orders into timed messages of RocketMQ. It runs until SIGTERM or
+SIGINT. Several relays may run; they share the rows. Database, tables, broker and topic may come up after it: it
+waits, and /readyz names what is missing.
+
+It works on the database as mysql.dsn_relay; without it, as mysql.dsn.`,
+		Example: `  export LAPSE_MYSQL_DSN='lapse:secret@tcp(db:3306)/lapse'
+  lapse relay --endpoints broker:8081
+  lapse relay --config lapse.yaml --http-addr 0.0.0.0:9870 --log-format json
+  lapse health relay`,
+		Args: a.exactly(),
+		RunE: a.begin(func(cmd *cobra.Command, _ []string) error {
+			return a.serve(cmd, "relay", roleRelay, assembleRelay)
+		}),
+	}
+	serviceFlags(cmd)
+	return cmd
+}
+
+func assembleRelay(s *service) (*parts, error) {
+	sender, err := relay.OpenSender(s.rocketmq(), s.cfg.RocketMQ.Topic)
+	if err != nil {
+		return nil, err
+	}
+	p := &parts{close: []func(context.Context) error{sender.Close}}
+	c := s.cfg.Relay
+	r, err := relay.New(s.store, sender, relay.Config{
+		Topic:               s.cfg.RocketMQ.Topic,
+		Tick:                c.Tick,
+		MaxOrdersPerMessage: c.MaxOrdersPerMessage,
+		Linger:              c.Linger,
+		MaxDelay:            c.MaxDelay,
+		Lease:               c.Lease,
+		SendTimeout:         c.SendTimeout,
+		ClaimLimit:          c.ClaimLimit,
+		MaxInHand:           c.MaxInHand,
+		Senders:             c.Senders,
+		Markers:             c.Markers,
+		Poll:                c.Poll,
+		BackoffMin:          c.BackoffMin,
+		BackoffMax:          c.BackoffMax,
+		PauseMax:            c.PauseMax,
+		PurgeInterval:       c.PurgeInterval,
+		PurgeBatch:          c.PurgeBatch,
+		StopTimeout:         s.drain(),
+		Logger:              s.log,
+		Registerer:          s.reg,
+	})
+	if err != nil {
+		return p, err
+	}
+	p.run = []func(context.Context) error{r.Run}
+	p.checks = []check{
+		{"broker", func(context.Context) error { return sender.Ready() }},
+		{"relay", func(context.Context) error { return r.Ready() }},
+	}
+	return p, nil
+}

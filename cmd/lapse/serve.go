@@ -1,0 +1,209 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/pprof"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+const (
+	// How often a service looks whether it can work. A probe gets the last answer, so that no number of probes is a load on the database.
+	lookEvery = time.Second
+	// What a look may take: less than the time-outs of common probes, which would otherwise never learn the reason.
+	lookTimeout = 2 * time.Second
+)
+
+// check is one thing that a service needs.
+type check struct {
+	name string
+	// ready is nil, or what is missing. It returns when ctx ends.
+	ready func(ctx context.Context) error
+}
+
+// readiness is the answer of /readyz.
+type readiness struct {
+	Ready   bool      `json:"ready"`
+	Service string    `json:"service"`
+	Version string    `json:"version"`
+	Checks  []checked `json:"checks"`
+}
+
+// checked is one of its checks.
+type checked struct {
+	Name    string `json:"name"`
+	Ready   bool   `json:"ready"`
+	Missing string `json:"missing,omitempty"`
+}
+
+// watch looks again and again whether a service can work, and says so in the log when that changes.
+type watch struct {
+	service string
+	checks  []check
+	log     *slog.Logger
+	gauge   *prometheus.GaugeVec
+
+	mu   sync.Mutex
+	last readiness // guarded by mu
+}
+
+func newWatch(service string, checks []check, log *slog.Logger, reg prometheus.Registerer) (*watch, error) {
+	w := &watch{service: service, checks: checks, log: log,
+		gauge: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "lapse_ready", Help: "1 where the service has what it needs, by what that is."}, []string{"check"}),
+	}
+	w.last = readiness{Service: service, Version: readBuild().Version}
+	for _, c := range checks {
+		w.gauge.WithLabelValues(c.name).Set(0)
+		w.last.Checks = append(w.last.Checks, checked{Name: c.name, Missing: "starting"})
+	}
+	return w, reg.Register(w.gauge)
+}
+
+// run looks until ctx ends; from then on the service is not ready: it takes no more work.
+func (w *watch) run(ctx context.Context) {
+	tick := time.NewTicker(lookEvery)
+	defer tick.Stop()
+	for {
+		w.look(ctx)
+		select {
+		case <-ctx.Done():
+			w.set(func(checked) string { return "stopping" })
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+func (w *watch) look(ctx context.Context) {
+	missing := make(map[string]string, len(w.checks))
+	for _, c := range w.checks {
+		ctx, cancel := context.WithTimeout(ctx, lookTimeout)
+		err := c.ready(ctx)
+		cancel()
+		if err != nil {
+			missing[c.name] = err.Error()
+		}
+	}
+	if ctx.Err() != nil {
+		return // what failed now says nothing
+	}
+	before, now := w.set(func(c checked) string { return missing[c.Name] })
+	switch {
+	case now.Ready && !before.Ready:
+		w.log.Info("ready")
+	case !now.Ready:
+		for i, c := range now.Checks {
+			if b := before.Checks[i]; !c.Ready && (b.Ready || b.Missing == "starting") {
+				w.log.Warn("not ready", "check", c.Name, "missing", c.Missing)
+			}
+		}
+	}
+}
+
+// set stores what is missing of each check, and gives the answer before and after.
+func (w *watch) set(missing func(checked) string) (before, now readiness) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	before = w.last
+	now = readiness{Ready: true, Service: before.Service, Version: before.Version}
+	for _, c := range before.Checks {
+		text := missing(c)
+		value := 1.0
+		if text != "" {
+			now.Ready, value = false, 0
+		}
+		w.gauge.WithLabelValues(c.Name).Set(value)
+		now.Checks = append(now.Checks, checked{Name: c.Name, Ready: text == "", Missing: text})
+	}
+	w.last = now
+	return before, now
+}
+
+// ServeHTTP answers /readyz.
+func (w *watch) ServeHTTP(resp http.ResponseWriter, _ *http.Request) {
+	w.mu.Lock()
+	last := w.last
+	w.mu.Unlock()
+	resp.Header().Set("Content-Type", "application/json")
+	if !last.Ready {
+		resp.WriteHeader(http.StatusServiceUnavailable)
+	}
+	enc := json.NewEncoder(resp)
+	enc.SetIndent("", "  ")
+	_ = enc.Encode(last) // the client has gone
+}
+
+// web is what a service serves.
+type web struct {
+	servers []*http.Server
+	done    sync.WaitGroup
+}
+
+// serveWeb listens at addr, and for profiles at pprofAddr unless that is empty. It fails where it cannot listen: a service that nobody
+// can look at is not one.
+func serveWeb(ctx context.Context, addr, pprofAddr string, ready http.Handler, reg *prometheus.Registry, log *slog.Logger) (*web, error) {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
+	mux.Handle("GET /readyz", ready)
+	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{ErrorHandling: promhttp.ContinueOnError, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelError)}))
+	s := &web{}
+	if err := s.listen(ctx, "http", addr, mux, 30*time.Second, log); err != nil {
+		return nil, err
+	}
+	if pprofAddr == "" {
+		return s, nil
+	}
+	// A listener of its own, always on the loopback: /metrics may be open to a network, profiles may not.
+	profiles := http.NewServeMux()
+	profiles.HandleFunc("/debug/pprof/", pprof.Index)
+	profiles.HandleFunc("/debug/pprof/cmdline", pprof.Cmdline)
+	profiles.HandleFunc("/debug/pprof/profile", pprof.Profile)
+	profiles.HandleFunc("/debug/pprof/symbol", pprof.Symbol)
+	profiles.HandleFunc("/debug/pprof/trace", pprof.Trace)
+	if err := s.listen(ctx, "pprof", pprofAddr, profiles, 0, log); err != nil {
+		s.close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// listen serves h. No write time-out (0) for profiles, which take as long as was asked for.
+func (s *web) listen(ctx context.Context, what, addr string, h http.Handler, write time.Duration, log *slog.Logger) error {
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return fmt.Errorf("serve %s: %w; another address is set by the key %s", what, err, map[string]string{"http": "http.addr", "pprof": "http.pprof"}[what])
+	}
+	server := &http.Server{
+		Handler:           h,
+		ReadHeaderTimeout: 5 * time.Second,
+		ReadTimeout:       10 * time.Second,
+		WriteTimeout:      write,
+		IdleTimeout:       time.Minute,
+		ErrorLog:          slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}
+	s.servers = append(s.servers, server)
+	log.Info("serving "+what, "addr", l.Addr().String())
+	s.done.Go(func() { // ended by close
+		if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			log.Error("serving "+what+" ended", "err", err)
+		}
+	})
+	return nil
+}
+
+// close ends what is served, and the requests that are still under way.
+func (s *web) close() {
+	for _, server := range s.servers {
+		_ = server.Close() // the listener is gone either way
+	}
+	s.done.Wait()
+}
