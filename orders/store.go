@@ -37,7 +37,8 @@ type Config struct {
 	DialTimeout, IOTimeout time.Duration
 }
 
-func (c Config) withDefaults() Config {
+// WithDefaults gives the configuration with every zero field replaced by its default.
+func (c Config) WithDefaults() Config {
 	def := func(d *time.Duration, v time.Duration) {
 		if *d == 0 {
 			*d = v
@@ -90,7 +91,7 @@ type Store struct {
 // database may come up later; [Store.Ready] tells. Every connection is set to READ COMMITTED, UTC and strict mode, whatever the DSN
 // says, and is given up when the server turns out to be read-only, so that a name that leads to a new primary is asked again.
 func Open(dsn string, cfg Config) (*Store, error) {
-	cfg = cfg.withDefaults()
+	cfg = cfg.WithDefaults()
 	if err := cfg.validate(); err != nil {
 		return nil, err
 	}
@@ -129,7 +130,7 @@ func Open(dsn string, cfg Config) (*Store, error) {
 // New makes a store on the caller's gorm handle: its own transactions use that pool, each at READ COMMITTED. Close leaves the pool
 // open.
 func New(db *gorm.DB, cfg Config) (*Store, error) {
-	cfg = cfg.withDefaults()
+	cfg = cfg.WithDefaults()
 	if err := cfg.validate(); err != nil {
 		return nil, err
 	}

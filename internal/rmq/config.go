@@ -86,7 +86,9 @@ type TLS struct {
 	CertFile, KeyFile string
 }
 
-func (c Config) withDefaults() Config {
+// WithDefaults gives the configuration with every zero field that has a default
+// replaced by it.
+func (c Config) WithDefaults() Config {
 	c.RequestTimeout = cmp.Or(c.RequestTimeout, defaultRequestTimeout)
 	c.TopicType = cmp.Or(strings.ToUpper(c.TopicType), TopicDelay)
 	if c.Logger == nil {

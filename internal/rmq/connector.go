@@ -60,7 +60,7 @@ type connector[C official] struct {
 }
 
 func newConnector[C official](cfg Config, role v2.ClientType, group string, topics []string, build func(*golang.Config, golang.NewClientFunc) (C, error)) (*connector[C], error) {
-	cfg = cfg.withDefaults()
+	cfg = cfg.WithDefaults()
 	if err := cfg.validate(); err != nil {
 		return nil, err
 	}
