@@ -1,0 +1,86 @@
+package main
+
+import (
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lapse-orders/lapse/internal/trial"
+)
+
+func (a *app) demoCmd() *cobra.Command {
+	var asJSON bool
+	demo := trial.DemoConfig{}
+	cmd := &cobra.Command{
+		Use:   "demo",
+		Short: "Run a shop against real servers for half a minute, and check every invariant",
+		Long: `Starts a relay and two consumers as processes of their own, and plays a shop that places orders through the SDK. Its
+customers pay early, in the last 50 ms, late, twice, too little or too much, report a payment three times, cancel by
+hand, get an extension, or never pay; two articles run out. In the middle one consumer is killed with SIGKILL and
+started again. When every order is final, the database is audited, and compared with what the shop was told.
+
+It needs MySQL with lapse's tables and RocketMQ; 'make demo' brings them up. It may run beside other work in the same
+database: its orders have a channel and stock of their own. With --timeout 30m it is the real thing.`,
+		Example: `  lapse demo
+  lapse demo --orders 400 --rate 20 --timeout 10s --seed 1
+  lapse demo --json >result.json`,
+		Args: a.exactly(),
+		RunE: a.begin(func(cmd *cobra.Command, _ []string) error {
+			cfg, err := a.load(cmd)
+			if err != nil {
+				return err
+			}
+			demo.DSN, demo.ReadDSN, demo.Endpoints = cfg.MySQL.DSN, cmp.Or(cfg.MySQL.DSNRead, cfg.MySQL.DSN), cfg.RocketMQ.Endpoints
+			if demo.Binary, err = os.Executable(); err != nil {
+				return fmt.Errorf("find the binary to start: %w", err)
+			}
+			demo.Env, demo.Getenv = a.environ, a.getenv
+			if a.configFile != "" {
+				demo.Args = append(demo.Args, "--config", a.configFile)
+			}
+			for _, s := range a.set {
+				demo.Args = append(demo.Args, "--set", s)
+			}
+			demo.Out = a.stdout
+			if asJSON {
+				demo.Out = a.stderr
+			}
+			report, err := trial.Demo(cmd.Context(), demo)
+			switch {
+			case errors.Is(err, trial.ErrUsage):
+				return usageError{err}
+			case errors.Is(err, trial.ErrMissing):
+				return codeError{err, exitMissing}
+			}
+			broken := errors.Is(err, trial.ErrBroken)
+			if err == nil || broken {
+				fmt.Fprintln(demo.Out)
+				if asJSON {
+					encoder := json.NewEncoder(a.stdout)
+					encoder.SetIndent("", "  ")
+					err = errors.Join(err, encoder.Encode(report))
+				} else {
+					err = errors.Join(err, report.Print(a.stdout, trial.StyleOf(a.stdout, a.getenv)))
+				}
+			}
+			fmt.Fprintln(demo.Out, "The processes of the demo have ended. The servers stay up; 'make stack-down' or 'scripts/stack down' stops them.")
+			if broken {
+				return codeError{err, exitInvariant}
+			}
+			return err
+		}),
+	}
+	flags := cmd.Flags()
+	flags.SortFlags = false
+	flags.IntVar(&demo.Orders, "orders", 400, "`number` of orders")
+	flags.Float64Var(&demo.Rate, "rate", 20, "orders a `second`")
+	flags.DurationVar(&demo.Timeout, "timeout", 10*time.Second, "`time` from placing to the deadline")
+	flags.Uint64Var(&demo.Seed, "seed", 1, "`seed` of the customers; the same one gives the same customers")
+	flags.BoolVar(&asJSON, "json", false, "print one JSON object on stdout, and the progress on stderr")
+	return cmd
+}
