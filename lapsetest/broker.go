@@ -28,6 +28,7 @@ const (
 	maxBatch          = 32               // a larger Receive counts as this, silently
 	minInvisible      = 10 * time.Second // for Receive; ChangeInvisibleDuration has no minimum
 	maxInvisible      = 12 * time.Hour
+	nackTime          = time.Second // for what nobody was there to take
 	minPoll           = 5 * time.Second
 	maxPoll           = 20 * time.Second
 	defaultMaxDelay   = 24 * time.Hour         // maxDelayTimeMills of the proxy
@@ -77,6 +78,7 @@ type options struct {
 	lag           time.Duration
 	routeCache    time.Duration
 	sendAttempts  int
+	ghostPolls    bool
 	recall        bool
 	tls           bool
 	accessKey     string
@@ -117,6 +119,12 @@ func WithRouteCache(d time.Duration) Option { return func(o *options) { o.routeC
 // the race detector reports.
 func WithSendAttempts(n int) Option { return func(o *options) { o.sendAttempts = n } }
 
+// WithGhostPolls makes a Receive whose client has gone poll on, as the real proxy does:
+// within its polling time it takes what becomes visible, finds nobody to give it to,
+// and puts it back for a second, plus the redelivery lag, without counting an
+// attempt. Default: a Receive ends with its client.
+func WithGhostPolls() Option { return func(o *options) { o.ghostPolls = true } }
+
 // WithRecall allows RecallMessage (recallMessageEnable). Default: it is forbidden, as
 // in a real broker that is not told otherwise; recall handles are handed out all the
 // same.
@@ -147,9 +155,10 @@ type Broker struct {
 	gate    gate // shut while frozen
 	unwatch func()
 
-	life   sync.Mutex    // serialises Stop, Resume and Close; guards the next three
+	life   sync.Mutex    // serialises Stop, Resume and Close; guards the next four
 	server *grpc.Server  // nil while stopped
 	served chan struct{} // closed when the Serve of server has returned
+	stop   chan struct{} // closed when server is about to stop
 	closed bool
 
 	mu         sync.Mutex // guards everything below
@@ -384,9 +393,9 @@ func (b *Broker) serve(l net.Listener) {
 		opts = append(opts, grpc.Creds(credentials.NewTLS(b.tlsConf)))
 	}
 	s := grpc.NewServer(opts...)
-	v2.RegisterMessagingServiceServer(s, &service{b: b})
-	served := make(chan struct{})
-	b.server, b.served = s, served
+	served, stop := make(chan struct{}), make(chan struct{})
+	v2.RegisterMessagingServiceServer(s, &service{b: b, stop: stop})
+	b.server, b.served, b.stop = s, served, stop
 	go func() { // ended by s.Stop in halt
 		defer close(served)
 		_ = s.Serve(l) // it only returns when stopped
@@ -398,10 +407,11 @@ func (b *Broker) halt() {
 	if b.server == nil {
 		return
 	}
+	close(b.stop)
 	b.server.Stop()
 	<-b.served
 	b.gate.open()
-	b.server, b.served = nil, nil
+	b.server, b.served, b.stop = nil, nil, nil
 }
 
 // endpoints returns where the Broker listens, in the form of the protocol.

@@ -252,7 +252,7 @@ func TestInjectPutsInWhatNoClientCouldSend(t *testing.T) {
 	for _, want := range bodies {
 		// Raised as by a real consumer: the default of 4 MiB would hide the last one.
 		ctx := u.ctx(10 * time.Second)
-		stream, err := u.api.ReceiveMessage(ctx, receiveRequest(1), grpc.MaxCallRecvMsgSize(16<<20))
+		stream, err := u.api.ReceiveMessage(ctx, receiveRequest(group, topic, 1), grpc.MaxCallRecvMsgSize(16<<20))
 		if err != nil {
 			t.Fatalf("receive: %v", err)
 		}

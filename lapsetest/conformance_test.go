@@ -5,6 +5,7 @@ package lapsetest_test
 // group of its own, and all run at once: they wait far more than they compute.
 
 import (
+	"context"
 	"crypto/md5" //nolint:gosec // the protocol's body digest
 	"encoding/hex"
 	"errors"
@@ -39,7 +40,7 @@ type server struct {
 
 func embedded(t *testing.T) *server {
 	t.Helper()
-	b := lapsetest.Start(t)
+	b := lapsetest.Start(t, lapsetest.WithGhostPolls())
 	name := func() string { return fmt.Sprintf("c%d", rawCount.Add(1)) }
 	return &server{
 		endpoint:  b.Endpoint(),
@@ -131,6 +132,7 @@ func conform(t *testing.T, open func(*testing.T) *server) {
 		{"ReaderOfDeadLettersNeedsMoreRetries", conformDeadLetterReader},
 		{"OtherTagsAreSkippedForGood", conformTags},
 		{"RecallIsForbiddenUnlessSwitchedOn", conformRecall},
+		{"AbandonedReceiveTakesAMessageForAWhile", conformGhost},
 		{"OfficialClientDoesTheRound", conformOfficialClient},
 	}
 	for _, c := range cases {
@@ -660,6 +662,34 @@ func conformRecall(t *testing.T, s *server) {
 	}
 	wantCode(t, "recall", out.GetStatus().GetCode(), v2.Code_INTERNAL_SERVER_ERROR)
 	u.next(u.group, u.topic, 10*time.Second, 10*time.Second)
+}
+
+// A killed consumer's open polls live on at the proxy.
+func conformGhost(t *testing.T, s *server) {
+	u := setup(t, s, 5)
+	ghost := dialRaw(t, s.endpoint)
+	ghost.mustSettle(consumerSettings(u.group, u.topic))
+	ctx, cancel := context.WithTimeout(ghost.sign(t.Context()), 20*time.Second)
+	defer cancel()
+	stream, err := ghost.api.ReceiveMessage(ctx, receiveRequest(u.group, u.topic, 1))
+	if err != nil {
+		t.Fatalf("receive: %v", err)
+	}
+	// Nothing tells that its poll has begun; the five seconds of an empty one do.
+	u.receive(s.group(t, 1), u.topic, 1, 10*time.Second, 6*time.Second)
+	cancel()
+	if _, err := stream.Recv(); status.Code(err) != codes.Canceled {
+		t.Fatalf("the abandoned receive: %v", err)
+	}
+	sent := time.Now()
+	u.mustSend(newMessage(u.topic, "b", time.Now()))
+	m := u.next(u.group, u.topic, 10*time.Second, 20*time.Second)
+	if took := time.Since(sent); took < time.Second || took > time.Second+s.lag {
+		t.Errorf("the message came after %v, want 1 s and at most %v more", took, s.lag)
+	}
+	if attemptOf(m) != 1 {
+		t.Errorf("attempt %d, want 1", attemptOf(m))
+	}
 }
 
 func conformOfficialClient(t *testing.T, s *server) {

@@ -191,13 +191,10 @@ func (r *raw) tryReceive(ctx context.Context, group, topic string, batch int, in
 
 func (r *raw) tryReceiveTag(ctx context.Context, group, topic string, batch int, invisible time.Duration, tags string) (receipt, error) {
 	var out receipt
-	stream, err := r.api.ReceiveMessage(ctx, &v2.ReceiveMessageRequest{
-		Group:             res(group),
-		MessageQueue:      &v2.MessageQueue{Topic: res(topic), Broker: &v2.Broker{}},
-		FilterExpression:  &v2.FilterExpression{Type: v2.FilterType_TAG, Expression: tags},
-		BatchSize:         int32(batch),
-		InvisibleDuration: durationpb.New(invisible),
-	})
+	req := receiveRequest(group, topic, batch)
+	req.FilterExpression.Expression = tags
+	req.InvisibleDuration = durationpb.New(invisible)
+	stream, err := r.api.ReceiveMessage(ctx, req)
 	if err != nil {
 		return out, err
 	}
@@ -278,8 +275,7 @@ func handleOf(m *v2.Message) string { return m.GetSystemProperties().GetReceiptH
 func idOf(m *v2.Message) string     { return m.GetSystemProperties().GetMessageId() }
 func attemptOf(m *v2.Message) int32 { return m.GetSystemProperties().GetDeliveryAttempt() }
 
-// receiveRequest asks for messages of the topic and group of a bundle.
-func receiveRequest(batch int) *v2.ReceiveMessageRequest {
+func receiveRequest(group, topic string, batch int) *v2.ReceiveMessageRequest {
 	return &v2.ReceiveMessageRequest{
 		Group:             res(group),
 		MessageQueue:      &v2.MessageQueue{Topic: res(topic), Broker: &v2.Broker{}},

@@ -23,7 +23,7 @@ func (s *service) ReceiveMessage(req *v2.ReceiveMessageRequest, stream receiveSt
 	ctx := stream.Context()
 	answer, err, done := b.before(ctx, ReceiveMessage, req)
 	if !done {
-		answer, err = b.receive(ctx, req)
+		answer, err = b.receive(ctx, req, s.stop)
 		if err == nil && b.lose(ReceiveMessage) {
 			return errLost
 		}
@@ -49,7 +49,7 @@ func statusFrame(st *v2.Status) *v2.ReceiveMessageResponse {
 }
 
 // receive returns the frames of an answer, or a status alone.
-func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest) (any, error) {
+func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest, stop <-chan struct{}) (any, error) {
 	b.mu.Lock()
 	settings := b.clients[clientID(ctx)]
 	b.mu.Unlock()
@@ -95,12 +95,21 @@ func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest) (an
 	limit := min(int(req.GetBatchSize()), maxBatch)
 	end := time.NewTimer(poll)
 	defer end.Stop()
+	gone := ctx.Done() // or stop, once the client is gone and a ghost polls on
 	for {
-		if !b.gate.pass(ctx.Done()) || ctx.Err() != nil {
+		if !b.gate.pass(gone) || ctx.Err() != nil && gone != stop {
 			return nil, status.FromContextError(ctx.Err()).Err()
 		}
 		b.mu.Lock()
 		taken, died := b.pop(c, limit, invisible, wanted)
+		if len(taken) > 0 && gone == stop {
+			for _, d := range taken {
+				d.attempt--
+				b.hide(d, b.now(), nackTime)
+			}
+			b.mu.Unlock()
+			return nil, status.FromContextError(ctx.Err()).Err()
+		}
 		if len(taken) > 0 {
 			frames := b.frames(taken, req)
 			b.mu.Unlock()
@@ -116,8 +125,11 @@ func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest) (an
 		case <-next:
 		case <-end.C:
 			return result(v2.Code_MESSAGE_NOT_FOUND, "no new message"), nil
-		case <-ctx.Done():
-			return nil, status.FromContextError(ctx.Err()).Err()
+		case <-gone:
+			if gone == stop || !b.opts.ghostPolls {
+				return nil, status.FromContextError(ctx.Err()).Err()
+			}
+			gone = stop
 		}
 	}
 }

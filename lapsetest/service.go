@@ -21,7 +21,8 @@ import (
 // methods of Broker.
 type service struct {
 	v2.UnimplementedMessagingServiceServer
-	b *Broker
+	b    *Broker
+	stop <-chan struct{} // closed when the server is about to stop
 }
 
 var (
