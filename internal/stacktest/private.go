@@ -149,8 +149,8 @@ func (s *Stack) Endpoints() string { return s.values["LAPSE_ROCKETMQ_ENDPOINTS"]
 
 func (s *Stack) must(t testing.TB, args ...string) {
 	t.Helper()
-	// Two minutes: a start may take 60 s and a stop 35 s before scripts/stack gives up by itself, with a message that says more.
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	// scripts/stack gives up by itself after 90 s for a start and 55 s for a stop, with a message that says more.
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
 	if out, err := s.run(ctx, args...); err != nil {
 		t.Fatalf("scripts/stack %s: %v\n%s", strings.Join(args, " "), err, out)
