@@ -78,7 +78,8 @@ func (c *Consumer) accept(ctx context.Context, room int, ds []*Delivery) {
 			broken = append(broken, m)
 		default:
 			got = append(got, []*task{{m: m, park: &orders.Parked{
-				What: orders.ParkedMessage, Ref: d.MessageID, Reason: fmt.Sprintf("unreadable message of topic %s: %v", d.Topic, err), Body: d.Body,
+				What: orders.ParkedMessage, Ref: d.MessageID, Reason: fmt.Sprintf("unreadable message of topic %s: %v", d.Topic, err),
+				Body: append([]byte{}, d.Body...), // also an empty one is a body
 			}}})
 		}
 	}

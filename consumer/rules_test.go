@@ -310,7 +310,7 @@ func TestWhileTheDatabaseIsAwayNothingIsReceivedAndWhatIsInHandStaysHidden(t *te
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			const invisible = 100 * time.Millisecond
+			const invisible = 2 * time.Second // a machine that stalls for a second must not look like a message not renewed
 			source, store := newFakeSource(), newFakeStore()
 			store.on = func(context.Context, []string) ([]orders.Outcome, error) {
 				store.set(func() { store.ready = away })
@@ -321,6 +321,7 @@ func TestWhileTheDatabaseIsAwayNothingIsReceivedAndWhatIsInHandStaysHidden(t *te
 				ms = append(ms, source.expire(t, numbers(1+i*10, 10)...))
 			}
 			b := setup(t, Config{Invisible: invisible}, source, store).run(t)
+			until(t, "a transaction has failed", func() bool { return metric(t, b.reg, "lapse_cancel_retries_total", "unavailable") >= 1 })
 			until(t, "it is paused", func() bool { return metric(t, b.reg, "lapse_consumer_paused", "") == 1 })
 			until(t, "the Receives under way have ended", func() bool {
 				b.mu.Lock()
@@ -332,8 +333,8 @@ func TestWhileTheDatabaseIsAwayNothingIsReceivedAndWhatIsInHandStaysHidden(t *te
 			}
 			receives := look(source, func() int { return source.receives })
 			source.expire(t, "100")
-			// Several times what the messages are hidden for.
-			during(t, 5*invisible, "no Receive is issued", func() bool { return look(source, func() int { return source.receives }) == receives })
+			// Longer than the messages are hidden for.
+			during(t, 2*invisible, "no Receive is issued", func() bool { return look(source, func() int { return source.receives }) == receives })
 			store.set(func() { store.on, store.ready = nil, nil })
 			until(t, "all messages are acknowledged", func() bool { return source.acked(ms...) })
 			until(t, "the message sent meanwhile is done", func() bool { return store.allCancelled("100") })
@@ -453,7 +454,7 @@ func TestAnUnreadableMessageIsNotAcknowledgedBeforeItIsParked(t *testing.T) {
 	source, store := newFakeSource(), newFakeStore()
 	store.parkErr = driver.ErrBadConn
 	m := source.send([]byte("?"))
-	b := setup(t, Config{Invisible: 100 * time.Millisecond}, source, store).run(t)
+	b := setup(t, Config{Invisible: 2 * time.Second}, source, store).run(t)
 	until(t, "the message is in hand", func() bool { return metric(t, b.reg, "lapse_consumer_in_hand_orders", "") == 1 })
 	during(t, 300*time.Millisecond, "it is not acknowledged", func() bool { return !source.acked(m) })
 	store.set(func() { store.parkErr = nil })
@@ -707,7 +708,7 @@ func TestAMessageInHandIsRenewedAndAcknowledgedWithItsNewestHandle(t *testing.T)
 		return nil, ctx.Err()
 	}
 	m := source.expire(t, "1")
-	b := setup(t, Config{Invisible: 100 * time.Millisecond}, source, store).run(t)
+	b := setup(t, Config{Invisible: time.Second}, source, store).run(t)
 	until(t, "it has been renewed five times", func() bool { return look(source, func() int { return len(m.hides) }) >= 5 })
 	close(release)
 	until(t, "it is acknowledged", func() bool { return source.acked(m) })
