@@ -204,17 +204,22 @@ func safeOffsets(ctx context.Context, client *admin.Client, group, topic string)
 	if err != nil {
 		return err
 	}
+	queues := unsafeQueues(offsets)
+	if len(queues) == 0 {
+		return nil
+	}
+	fmt.Printf("stack: broker: group %s starts at the oldest message of %d queues of %s\n", group, len(queues), topic)
+	return client.ResetOffset(ctx, group, topic, time.Time{}, queues...)
+}
+
+func unsafeQueues(offsets []admin.QueueOffsets) []int {
 	var queues []int
 	for _, o := range offsets {
 		if o.Max > 0 && o.Committed < 0 || o.Committed > o.Max {
 			queues = append(queues, o.Queue)
 		}
 	}
-	if len(queues) == 0 {
-		return nil
-	}
-	fmt.Printf("stack: broker: group %s starts at the oldest message of %d queues of %s\n", group, len(queues), topic)
-	return client.ResetOffset(ctx, group, topic, time.Time{}, queues...)
+	return queues
 }
 
 // delayRoute asks the proxy for the topic's route and fails unless every queue accepts timed messages.
