@@ -81,7 +81,7 @@ func newConnector[C official](cfg Config, role v2.ClientType, group string, topi
 		cause:   fmt.Errorf("connecting to %s", cfg.Endpoints),
 	}
 	c.ctx, c.cancel = context.WithCancel(context.Background()) //nolint:gosec // shutdown calls it
-	go c.run(group) // ended by shutdown, which waits for ran
+	go c.run(group)                                            // ended by shutdown, which waits for ran
 	return c, nil
 }
 

@@ -109,6 +109,35 @@ func TestForgottenSettingsAreSentAgainAfterARefusedHeartbeat(t *testing.T) {
 	eventually(t, 13*time.Second, "the producer's settings are known again", func() bool { return len(b.Clients()) == 1 })
 }
 
+func TestUnansweredSettingsAreSentAgain(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	cfg := b.config(t)
+	cfg.RequestTimeout = 500 * time.Millisecond
+	c := openConsumer(t, cfg, b.group, b.topic)
+	b.Control(lapsetest.Telemetry, nTimes(2, func(context.Context, any) (any, error, bool) { return nil, nil, true }))
+	if err := b.Restart(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 5*time.Second, "the loss is noticed", func() bool { return c.Ready() != nil })
+	awaitReady(t, 6*time.Second, c.Ready)
+	if len(b.Clients()) != 1 {
+		t.Error("ready, though the server does not know this client")
+	}
+}
+
+// nTimes lets f handle the first n requests only.
+func nTimes(n int64, f lapsetest.ControlFunc) lapsetest.ControlFunc {
+	var left atomic.Int64
+	left.Store(n)
+	return func(ctx context.Context, req any) (any, error, bool) {
+		if left.Add(-1) < 0 {
+			return nil, nil, false
+		}
+		return f(ctx, req)
+	}
+}
+
 func TestHalfOpenConnectionIsReplaced(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
@@ -188,20 +217,23 @@ func TestNoCallOutlastsItsContextWhileTheServerIsFrozen(t *testing.T) {
 	}
 	d := receiveOne(t, c, 5*time.Second)
 	b.Freeze()
-	calls := map[string]func(context.Context) error{
-		"send":    func(ctx context.Context) error { _, err := p.Send(ctx, timed(b.topic, "x")); return err },
-		"receive": func(ctx context.Context) error { _, err := c.Receive(ctx, 1, 10*time.Second); return err },
-		"ack":     func(ctx context.Context) error { return c.Ack(ctx, d) },
-		"change":  func(ctx context.Context) error { return c.ChangeInvisible(ctx, d, time.Minute) },
-		"close":   p.Close,
+	calls := []struct {
+		name string
+		f    func(context.Context) error
+	}{
+		{"send", func(ctx context.Context) error { _, err := p.Send(ctx, timed(b.topic, "x")); return err }},
+		{"receive", func(ctx context.Context) error { _, err := c.Receive(ctx, 1, 10*time.Second); return err }},
+		{"ack", func(ctx context.Context) error { return c.Ack(ctx, d) }},
+		{"change", func(ctx context.Context) error { return c.ChangeInvisible(ctx, d, time.Minute) }},
+		{"close", p.Close},
 	}
-	for name, call := range calls {
+	for _, call := range calls {
 		ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 		start := time.Now()
-		err := call(ctx)
+		err := call.f(ctx)
 		cancel()
 		if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > 400*time.Millisecond {
-			t.Errorf("%s: %v after %s, want context.DeadlineExceeded after 200ms", name, err, took)
+			t.Errorf("%s: %v after %s, want context.DeadlineExceeded after 200ms", call.name, err, took)
 		}
 	}
 	b.Thaw()
@@ -239,11 +271,7 @@ func TestMissingSettingsAreReportedAndWaitedFor(t *testing.T) {
 	if _, err := c.Receive(t.Context(), 1, 10*time.Second); !errors.Is(err, ErrNotReady) {
 		t.Errorf("receive: %v, want ErrNotReady", err)
 	}
-	allow()
-	b.ForgetClients()
-	if err := b.Restart(); err != nil { // the settings were swallowed: only a new stream brings them
-		t.Fatal(err)
-	}
+	allow() // the settings were swallowed: only a new stream brings them
 	awaitReady(t, 5*time.Second, p.Ready)
 	awaitReady(t, 5*time.Second, c.Ready)
 }

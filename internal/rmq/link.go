@@ -231,7 +231,7 @@ func (l *link) invoke(ctx context.Context, target, method string, req, reply any
 	case *v2.HeartbeatResponse:
 		if st.GetCode() == v2.Code_UNRECOGNIZED_CLIENT_TYPE {
 			// The proxy does not know us: it was restarted and has no settings of ours.
-			l.session(target).reopen("the proxy does not know this client")
+			l.session(target).reopen("the proxy does not know this client", start)
 		}
 	case *v2.AckMessageResponse, *v2.ChangeInvisibleDurationResponse:
 		// The client takes any answer to an Ack for success (simple_consumer.go:460),
@@ -304,7 +304,7 @@ func (s *receiveStream) done(err error) {
 	if s.status.GetCode() == v2.Code_INTERNAL_SERVER_ERROR {
 		// What a restarted proxy answers to a consumer whose settings it has not
 		// (ReceiveMessageActivity:67, rocketmq#8714).
-		s.link.session(s.target).reopen("receive answered 50001")
+		s.link.session(s.target).reopen("receive answered 50001", s.start)
 	}
 }
 

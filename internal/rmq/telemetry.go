@@ -35,19 +35,18 @@ type session struct {
 
 	toClient chan *v2.TelemetryCommand // settings replies; only the newest is kept
 
-	mu     sync.Mutex
-	stream v2.MessagingService_TelemetryClient // nil while there is none
-	end    context.CancelFunc                  // of stream
-	cause  error                               // why there is none; nil once settings have come back
-	seen   bool                                // settings came back at least once
-	away   bool                                // and the stream has been lost since
-	since  time.Time                           // of away
-
-	reopening bool      // the stream is being ended by reopen
-	forced    time.Time // of the last reopen
+	mu      sync.Mutex
+	stream  v2.MessagingService_TelemetryClient // nil while there is none
+	end     context.CancelCauseFunc             // of stream
+	cause   error                               // why there is none; nil once settings have come back
+	seen    bool                                // settings came back at least once
+	away    bool                                // and the stream has been lost since
+	since   time.Time                           // of away
+	settled time.Time                           // settings came back last
+	forced  time.Time                           // reopen was last heeded
 }
 
-var errNoSettings = errors.New("the server has not sent settings yet")
+var errNoSettings = errors.New("the server has not answered with settings yet")
 
 // session returns the session of a target, starting it when there is none.
 func (l *link) session(target string) *session {
@@ -90,16 +89,17 @@ func (s *session) down() error {
 	return s.cause
 }
 
-// reopen ends the current stream, so that the settings are sent again.
-func (s *session) reopen(reason string) {
+// reopen ends the current stream, so that the settings are sent again. asked is
+// the start of the call whose refusal is the reason: when the settings have come
+// since, it is outdated.
+func (s *session) reopen(reason string, asked time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.end == nil || s.cause != nil || time.Since(s.forced) < reopenPause {
+	if s.end == nil || s.cause != nil || asked.Before(s.settled) || time.Since(s.forced) < reopenPause {
 		return // under way already, or no help
 	}
-	s.forced, s.reopening = time.Now(), true
-	s.cause = errors.New(reason)
-	s.end()
+	s.forced, s.cause = time.Now(), errors.New(reason)
+	s.end(s.cause)
 }
 
 // run opens the stream again and again until the link ends.
@@ -120,10 +120,6 @@ func (s *session) run() {
 // lost keeps why there is no stream; once, when it stood before, it is logged.
 func (s *session) lost(err error) {
 	s.mu.Lock()
-	if s.reopening {
-		s.reopening = false // the reason is known, err is what reopen did
-		err = s.cause
-	}
 	first := s.seen && !s.away
 	if first {
 		s.away, s.since = true, time.Now()
@@ -142,8 +138,8 @@ func (s *session) runOnce() error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancel(s.link.ctx)
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(s.link.ctx)
+	defer cancel(nil)
 	stream, err := v2.NewMessagingServiceClient(cc).Telemetry(s.link.signed(ctx))
 	if err != nil {
 		return err
@@ -157,13 +153,20 @@ func (s *session) runOnce() error {
 		s.stream, s.end = nil, nil
 	}()
 	s.sendSettings()
+	// A server that keeps the stream and does not answer is as good as none.
+	overdue := time.AfterFunc(s.link.cfg.RequestTimeout, func() { cancel(errNoSettings) })
+	defer overdue.Stop()
 	for {
 		cmd, err := stream.Recv()
-		if err != nil {
-			if errors.Is(err, io.EOF) {
-				err = errors.New("the server closed the telemetry stream")
-			}
+		switch {
+		case ctx.Err() != nil:
+			return context.Cause(ctx)
+		case errors.Is(err, io.EOF):
+			return errors.New("the server closed the telemetry stream")
+		case err != nil:
 			return err
+		case cmd.GetSettings() != nil:
+			overdue.Stop()
 		}
 		if err := s.received(cmd); err != nil {
 			return err
@@ -191,7 +194,7 @@ func (s *session) received(cmd *v2.TelemetryCommand) error {
 	settings.Metric = nil
 	s.mu.Lock()
 	back, after := s.away, time.Since(s.since)
-	s.cause, s.seen, s.away = nil, true, false
+	s.cause, s.seen, s.away, s.settled = nil, true, false, time.Now()
 	s.mu.Unlock()
 	if back {
 		s.link.metrics.reconnects.Inc()
