@@ -332,6 +332,11 @@ func (l *loading) walk(file, prefix string, section *yaml.Node) {
 			continue
 		}
 		lines[name] = head.Line
+		if section, rest, dotted := strings.Cut(head.Value, "."); dotted {
+			// Two spellings of one key would make "given twice" hard to see.
+			l.refuse("%s: %s is written with a dot; write %s under %s:", where, name, rest, prefix+section)
+			continue
+		}
 		isSection := slices.ContainsFunc(keys, func(k key) bool { return strings.HasPrefix(k.name, name+".") })
 		switch {
 		case isSection && node.Kind == yaml.MappingNode:

@@ -1,0 +1,606 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/lapse-orders/lapse/configs"
+	"github.com/lapse-orders/lapse/consumer"
+	"github.com/lapse-orders/lapse/internal/rmq"
+	"github.com/lapse-orders/lapse/orders"
+	"github.com/lapse-orders/lapse/relay"
+)
+
+func TestDefaultYAMLHasEveryKeyInTheOrderOfTheList(t *testing.T) {
+	t.Parallel()
+	var doc yaml.Node
+	if err := yaml.Unmarshal(configs.Default, &doc); err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	var walk func(prefix string, n *yaml.Node)
+	walk = func(prefix string, n *yaml.Node) {
+		for i := 0; i < len(n.Content); i += 2 {
+			name, value := prefix+n.Content[i].Value, n.Content[i+1]
+			if value.Kind == yaml.MappingNode {
+				walk(name+".", value)
+			} else {
+				names = append(names, name)
+			}
+		}
+	}
+	walk("", doc.Content[0])
+	if want := keyNames(); !slices.Equal(names, want) {
+		t.Errorf("default.yaml has the keys\n%v\nthe list has\n%v", names, want)
+	}
+}
+
+func TestEveryKeyHasAFieldAndAVariableOfItsOwn(t *testing.T) {
+	t.Parallel()
+	var fields []string
+	var walk func(prefix string, typ reflect.Type)
+	walk = func(prefix string, typ reflect.Type) {
+		for i := range typ.NumField() {
+			f := typ.Field(i)
+			name := prefix + f.Tag.Get("mapstructure")
+			if f.Type.Kind() == reflect.Struct {
+				walk(name+".", f.Type)
+			} else {
+				fields = append(fields, name)
+			}
+		}
+	}
+	walk("", reflect.TypeFor[settings]())
+	if want := keyNames(); !slices.Equal(fields, want) {
+		t.Errorf("settings has the fields\n%v\nthe list has the keys\n%v", fields, want)
+	}
+	variables := map[string]string{}
+	for _, k := range keys {
+		if other, taken := variables[k.env()]; taken {
+			t.Errorf("%s is the variable of %s and of %s", k.env(), other, k.name)
+		}
+		variables[k.env()] = k.name
+		if notOurs(k.env()) {
+			t.Errorf("the variable of %s, %s, is not read", k.name, k.env())
+		}
+	}
+}
+
+// A default lives once, in the library; default.yaml shows it.
+func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
+	t.Parallel()
+	cfg := mustLoad(t, sources{})
+	o := orders.Config{}.WithDefaults()
+	r := relay.Config{}.WithDefaults()
+	c := consumer.Config{}.WithDefaults()
+	q := rmq.Config{}.WithDefaults()
+	for _, d := range []struct {
+		key     string
+		is, lib any
+	}{
+		{"mysql.max_open_conns", cfg.MySQL.MaxOpenConns, o.MaxOpenConns},
+		{"mysql.dial_timeout", cfg.MySQL.DialTimeout, o.DialTimeout},
+		{"mysql.io_timeout", cfg.MySQL.IOTimeout, o.IOTimeout},
+		{"orders.timeout", cfg.Orders.Timeout, o.Timeout},
+		{"orders.max_lifetime", cfg.Orders.MaxLifetime, o.MaxLifetime},
+		{"outbox.retention", cfg.Outbox.Retention, o.OutboxRetention},
+		{"consumer.early_wait", cfg.Consumer.EarlyWait, o.EarlyWait},
+		{"rocketmq.request_timeout", cfg.RocketMQ.RequestTimeout, q.RequestTimeout},
+		{"rocketmq.tls.enabled", cfg.RocketMQ.TLS.Enabled, !q.TLS.Disabled},
+		{"rocketmq.topic", cfg.RocketMQ.Topic, r.Topic},
+		{"relay.tick", cfg.Relay.Tick, r.Tick},
+		{"relay.max_orders_per_message", cfg.Relay.MaxOrdersPerMessage, r.MaxOrdersPerMessage},
+		{"relay.linger", cfg.Relay.Linger, r.Linger},
+		{"relay.max_delay", cfg.Relay.MaxDelay, r.MaxDelay},
+		{"relay.lease", cfg.Relay.Lease, r.Lease},
+		{"relay.send_timeout", cfg.Relay.SendTimeout, r.SendTimeout},
+		{"relay.claim_limit", cfg.Relay.ClaimLimit, r.ClaimLimit},
+		{"relay.max_in_hand", cfg.Relay.MaxInHand, r.MaxInHand},
+		{"relay.senders", cfg.Relay.Senders, r.Senders},
+		{"relay.markers", cfg.Relay.Markers, r.Markers},
+		{"relay.poll", cfg.Relay.Poll, r.Poll},
+		{"relay.backoff_min", cfg.Relay.BackoffMin, r.BackoffMin},
+		{"relay.backoff_max", cfg.Relay.BackoffMax, r.BackoffMax},
+		{"relay.pause_max", cfg.Relay.PauseMax, r.PauseMax},
+		{"relay.purge_interval", cfg.Relay.PurgeInterval, r.PurgeInterval},
+		{"relay.purge_batch", cfg.Relay.PurgeBatch, r.PurgeBatch},
+		{"consumer.batch_orders", cfg.Consumer.BatchOrders, c.BatchOrders},
+		{"consumer.batch_wait", cfg.Consumer.BatchWait, c.BatchWait},
+		{"consumer.workers", cfg.Consumer.Workers, c.Workers},
+		{"consumer.max_in_hand", cfg.Consumer.MaxInHand, c.MaxInHand},
+		{"consumer.early_wait", cfg.Consumer.EarlyWait, c.EarlyWait},
+		{"consumer.receivers", cfg.Consumer.Receivers, c.Receivers},
+		{"consumer.max_messages", cfg.Consumer.MaxMessages, c.MaxMessages},
+		{"consumer.invisible", cfg.Consumer.Invisible, c.Invisible},
+		{"consumer.cancel_timeout", cfg.Consumer.CancelTimeout, c.CancelTimeout},
+		{"consumer.ackers", cfg.Consumer.Ackers, c.Ackers},
+		{"consumer.newer_version_delay", cfg.Consumer.NewerVersionDelay, c.NewerVersionDelay},
+		{"consumer.backoff_min", cfg.Consumer.BackoffMin, c.BackoffMin},
+		{"consumer.backoff_max", cfg.Consumer.BackoffMax, c.BackoffMax},
+		{"consumer.give_up_after", cfg.Consumer.GiveUpAfter, c.GiveUpAfter},
+		{"shutdown.grace", cfg.Shutdown.Grace, c.ShutdownGrace},
+	} {
+		if d.is != d.lib {
+			t.Errorf("%s is %v in default.yaml, and %v in the library", d.key, d.is, d.lib)
+		}
+	}
+}
+
+// sample gives an allowed value of a key that is not its default.
+func sample(t *testing.T, k key) (words string, value any) {
+	t.Helper()
+	switch {
+	case k.name == "orders.max_lifetime": // not below orders.timeout
+		return "240h", 240 * time.Hour
+	case k.fileOf != "":
+		path := filepath.Join(t.TempDir(), "secret")
+		words, _ := sample(t, theKeys[k.fileOf])
+		if err := os.WriteFile(path, []byte(words+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path, path
+	case strings.HasPrefix(k.name, "mysql.dsn"):
+		return "user:pw@tcp(db:3306)/shop", "user:pw@tcp(db:3306)/shop"
+	case k.name == "rocketmq.endpoints":
+		return "a:8081;b:8081", "a:8081;b:8081"
+	case strings.HasPrefix(k.name, "http."):
+		return "127.0.0.1:7", "127.0.0.1:7"
+	case len(k.oneOf) > 0:
+		return k.oneOf[len(k.oneOf)-1], k.oneOf[len(k.oneOf)-1]
+	}
+	def := mustLoad(t, sources{}).values[k.name]
+	switch k.kind {
+	case kindBool:
+		return strconv.FormatBool(!def.(bool)), !def.(bool)
+	case kindInt:
+		n := k.to
+		if def == n {
+			n = k.from
+		}
+		return strconv.FormatInt(n, 10), n
+	case kindDuration:
+		d := k.min
+		if def == d {
+			d = k.max
+		}
+		return d.String(), d
+	}
+	return "Some-Thing", "Some-Thing" // the case is kept
+}
+
+// partners are the keys that are refused without one another.
+var partners = map[string]string{
+	"rocketmq.access_key": "rocketmq.secret_key", "rocketmq.secret_key": "rocketmq.access_key", "rocketmq.secret_key_file": "rocketmq.access_key",
+	"rocketmq.tls.cert_file": "rocketmq.tls.key_file", "rocketmq.tls.key_file": "rocketmq.tls.cert_file",
+}
+
+func TestEveryKeyCanBeSetByFileEnvironmentAndSet(t *testing.T) {
+	t.Parallel()
+	for _, k := range keys {
+		t.Run(k.name, func(t *testing.T) {
+			t.Parallel()
+			words, want := sample(t, k)
+			given := map[string]string{k.name: words}
+			if other := partners[k.name]; other != "" {
+				given[other], _ = sample(t, theKeys[other])
+			}
+			file := writeYAML(t, given)
+			var environ, set []string
+			for name, words := range given {
+				environ = append(environ, theKeys[name].env()+"="+words)
+				set = append(set, name+"="+words)
+			}
+			from := map[string]sources{
+				file + ":":               {file: file, named: "--config"},
+				"environment " + k.env(): {environ: environ},
+				"--set":                  {set: set},
+			}
+			if k.secret || partners[k.name] == "rocketmq.secret_key" {
+				delete(from, "--set") // refused, see TestSecretsAreRefusedOnTheCommandLine
+			}
+			for origin, src := range from {
+				cfg, err := load(src)
+				if err != nil {
+					t.Errorf("%s: %v", origin, err)
+					continue
+				}
+				if got := cfg.values[k.name]; got != want {
+					t.Errorf("%s: value is %v (%T), want %v (%T)", origin, got, got, want, want)
+				}
+				if got := fmt.Sprint(fieldOf(t, cfg.settings, k.name)); got != fmt.Sprint(want) {
+					t.Errorf("%s: the field has %v, want %v", origin, got, want)
+				}
+				if got := cfg.origins[k.name]; !strings.HasPrefix(got, origin) {
+					t.Errorf("origin is %q, want %q", got, origin)
+				}
+				if k.fileOf != "" {
+					wantSecret, _ := sample(t, theKeys[k.fileOf])
+					if got := cfg.values[k.fileOf]; got != wantSecret {
+						t.Errorf("%s: %s is %v, want what is in the file", origin, k.fileOf, got)
+					}
+					given[k.fileOf] = ""
+				}
+				defaults := mustLoad(t, sources{})
+				for _, other := range keys {
+					if _, is := given[other.name]; !is && cfg.values[other.name] != defaults.values[other.name] {
+						t.Errorf("%s: %s has changed too, to %v", origin, other.name, cfg.values[other.name])
+					}
+				}
+			}
+		})
+	}
+}
+
+// Every value that a key does not allow is refused from every source, naming key, value, where it came from, and what is allowed.
+func TestEveryKeyRefusesWhatIsNotAllowed(t *testing.T) {
+	t.Parallel()
+	type bad struct{ words, yaml string }
+	for _, k := range keys {
+		var list []bad
+		switch {
+		case k.kind == kindDuration:
+			list = []bad{
+				{"30", "30"}, {"0.5", "0.5"}, {"0", "0"}, {"0s", "0s"}, {"-1s", "-1s"}, {"soon", "soon"}, {"1d", "1d"}, {"true", "true"},
+				{(k.max + time.Millisecond).String(), (k.max + time.Millisecond).String()},
+				{(k.min - time.Microsecond).String(), (k.min - time.Microsecond).String()},
+			}
+		case k.kind == kindInt:
+			list = []bad{
+				{"many", "many"}, {"1.5", "1.5"}, {"1e3", "1e3"}, {"-1", "-1"}, {"0", "0"},
+				{strconv.FormatInt(k.to+1, 10), strconv.FormatInt(k.to+1, 10)},
+				{"", `"8"`}, {"99999999999999999999", "99999999999999999999"},
+			}
+		case k.kind == kindBool:
+			list = []bad{{"yes", "yes"}, {"1", "1"}, {"TRUE ", ""}, {"", `"true"`}}
+		case len(k.oneOf) > 0:
+			list = []bad{{"loud", "loud"}, {"INFO", "INFO"}, {"7", "7"}}
+		case strings.HasPrefix(k.name, "http."):
+			list = []bad{{"9870", `"9870"`}, {"127.0.0.1:http", `"127.0.0.1:http"`}, {"127.0.0.1:70000", `"127.0.0.1:70000"`}}
+		case k.name == "rocketmq.endpoints":
+			list = []bad{{"broker", "broker"}, {"a:1;b", "a:1;b"}, {":8081", `":8081"`}, {"a:0", `"a:0"`}}
+		}
+		if k.kind == kindText {
+			list = append(list, bad{"", "12"}, bad{"", "true"})
+		}
+		list = append(list, bad{"", "null"}, bad{"", "[a, b]"})
+		t.Run(k.name, func(t *testing.T) {
+			t.Parallel()
+			for _, b := range list {
+				from := map[string]sources{}
+				if b.words != "" {
+					from["environment "+k.env()] = sources{environ: []string{k.env() + "=" + b.words}}
+					from["--set"] = sources{set: []string{k.name + "=" + b.words}}
+				}
+				if b.yaml != "" {
+					path := k.name
+					if k.kind == kindBool && b.yaml == "" {
+						continue
+					}
+					file := writeFile(t, nested(path, b.yaml))
+					from[file+":"+strconv.Itoa(strings.Count(path, ".")+1)] = sources{file: file, named: "--config"}
+				}
+				for origin, src := range from {
+					_, err := load(src)
+					var wrong *configError
+					if !errors.As(err, &wrong) {
+						t.Errorf("%q %s from %s: error is %v, want one of configuration", b.words, b.yaml, origin, err)
+						continue
+					}
+					parts := []string{k.name, origin}
+					if b.words != "" {
+						parts = append(parts, strconv.Quote(b.words))
+					}
+					if k.kind != kindText {
+						parts = append(parts, "allowed: "+k.allowed())
+					}
+					for _, part := range parts {
+						if !strings.Contains(err.Error(), part) {
+							t.Errorf("%q %s from %s: the error does not say %q: %v", b.words, b.yaml, origin, part, err)
+						}
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestRefusals(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct {
+		yaml    string
+		environ []string
+		set     []string
+		want    []string
+	}{
+		// case CFG-1
+		"a misspelt key is named":           {yaml: "timeuot: 5m\n", want: []string{`"timeuot"`, ":1", "did you mean orders.timeout"}},
+		"a misspelt key in a section":       {yaml: "relay:\n  # a comment\n  max_dealy: 5m\n", want: []string{`"relay.max_dealy"`, ":3", "did you mean relay.max_delay"}},
+		"a misspelt section":                {yaml: "relais:\n  tick: 100ms\n", want: []string{`"relais"`, ":1"}},
+		"a key under the wrong section":     {yaml: "consumer:\n  tick: 100ms\n", want: []string{`"consumer.tick"`}},
+		"a key in another case":             {yaml: "Relay:\n  tick: 100ms\n", want: []string{`"Relay"`}},
+		"a key with dots":                   {yaml: "relay.tick: 100ms\n", want: []string{":1", "relay.tick is written with a dot", "tick under relay:"}},
+		"a key given twice":                 {yaml: "log:\n  level: info\n  level: warn\n", want: []string{":3", "log.level is given twice", "line 2"}},
+		"a section given twice":             {yaml: "log:\n  level: info\nlog:\n  format: json\n", want: []string{":3", "log is given twice", "line 1"}},
+		"a value for a section":             {yaml: "log: info\n", want: []string{":1", "log is a section"}},
+		"a list for a section":              {yaml: "log: [info]\n", want: []string{":1", "log is a section"}},
+		"a section for a value":             {yaml: "relay:\n  tick:\n    every: 100ms\n", want: []string{"relay.tick", "must be a duration"}},
+		"no sections at all":                {yaml: "info\n", want: []string{":1", "expected sections"}},
+		"a second document":                 {yaml: "log:\n  level: info\n---\nlog:\n  level: warn\n", want: []string{"second document"}},
+		"no YAML":                           {yaml: "log:\n\tlevel: info\n", want: []string{"line 2"}},
+		"an unknown key in --set":           {set: []string{"relay.lingr=1s"}, want: []string{"--set", `"relay.lingr"`, "did you mean relay.linger"}},
+		"--set without a value":             {set: []string{"relay.linger"}, want: []string{`--set "relay.linger"`, "key=value"}},
+		"a deadline beyond the cap":         {set: []string{"orders.timeout=200h"}, want: []string{"orders.timeout is 200h", "--set", "orders.max_lifetime, 168h"}},
+		"an access key alone":               {set: []string{"rocketmq.access_key=a"}, want: []string{"rocketmq.access_key", "rocketmq.secret_key is not", "both"}},
+		"a secret key alone":                {environ: []string{"LAPSE_ROCKETMQ_SECRET_KEY=s3cr3t"}, want: []string{"rocketmq.secret_key", "rocketmq.access_key is not", "both"}},
+		"a certificate without a key":       {set: []string{"rocketmq.tls.cert_file=a"}, want: []string{"rocketmq.tls.cert_file", "rocketmq.tls.key_file is not"}},
+		"no topic":                          {set: []string{"rocketmq.topic="}, want: []string{"rocketmq.topic is empty", "--set"}},
+		"no group":                          {set: []string{"rocketmq.group="}, want: []string{"rocketmq.group is empty"}},
+		"a topic with a blank":              {set: []string{"rocketmq.topic=a b"}, want: []string{"rocketmq.topic", `"a b"`, "blank"}},
+		"profiles for the network":          {set: []string{"http.pprof=0.0.0.0:6060"}, want: []string{"http.pprof", "0.0.0.0:6060", "loopback"}},
+		"profiles for a name":               {set: []string{"http.pprof=example.org:6060"}, want: []string{"http.pprof", "loopback"}},
+		"a DSN that is none":                {environ: []string{"LAPSE_MYSQL_DSN=mysql://u:s3cr3t@db/shop"}, want: []string{"mysql.dsn", "environment LAPSE_MYSQL_DSN", "user:password@tcp(host:port)/database"}},
+		"a DSN without database":            {environ: []string{"LAPSE_MYSQL_DSN_RELAY=u:s3cr3t@tcp(db:1)/"}, want: []string{"mysql.dsn_relay", "names no database for db:1"}},
+		"a secret and its file":             {environ: []string{"LAPSE_MYSQL_DSN=u:s3cr3t@tcp(db:1)/d", "LAPSE_MYSQL_DSN_FILE=/s"}, want: []string{"mysql.dsn (from environment LAPSE_MYSQL_DSN)", "mysql.dsn_file (from environment LAPSE_MYSQL_DSN_FILE)", "keep one"}},
+		"a secret's file that is not there": {environ: []string{"LAPSE_MYSQL_DSN_FILE=/not/there"}, want: []string{"mysql.dsn_file", "/not/there", "cannot be read", "no such file"}},
+		"a secret's file that is empty":     {environ: []string{"LAPSE_MYSQL_DSN_FILE=/dev/null"}, want: []string{"mysql.dsn_file", "/dev/null", "is empty"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			src := sources{environ: tc.environ, set: tc.set}
+			if tc.yaml != "" {
+				src.file, src.named = writeFile(t, tc.yaml), "--config"
+			}
+			_, err := load(src)
+			var wrong *configError
+			if !errors.As(err, &wrong) {
+				t.Fatalf("error is %v, want one of configuration", err)
+			}
+			for _, part := range tc.want {
+				if !strings.Contains(err.Error(), part) {
+					t.Errorf("the error does not say %q:\n%v", part, err)
+				}
+			}
+			if strings.Contains(err.Error(), "s3cr3t") {
+				t.Errorf("the error shows a secret:\n%v", err)
+			}
+		})
+	}
+}
+
+func TestSecretsAreRefusedOnTheCommandLine(t *testing.T) {
+	t.Parallel()
+	for _, k := range keys {
+		if !k.secret {
+			continue
+		}
+		_, err := load(sources{set: []string{k.name + "=u:s3cr3t@tcp(db:1)/d"}})
+		if err == nil || !strings.Contains(err.Error(), k.env()+"_FILE") || strings.Contains(err.Error(), "s3cr3t") {
+			t.Errorf("--set %s: error is %v; want one that names %s_FILE and not the secret", k.name, err, k.env())
+		}
+		for flag, name := range keysOfFlags {
+			if name == k.name {
+				t.Errorf("the flag --%s takes the secret %s", flag, name)
+			}
+		}
+	}
+}
+
+func TestAllProblemsAreToldAtOnce(t *testing.T) {
+	t.Parallel()
+	_, err := load(sources{
+		file: writeFile(t, "relay:\n  tick: 5\nnonsense: 1\n"), named: "--config",
+		environ: []string{"LAPSE_RELAY_POLL=-1s"}, set: []string{"relay.senders=0"},
+	})
+	if err == nil {
+		t.Fatal("nothing was refused")
+	}
+	for _, part := range []string{"4 problems", "relay.tick", "nonsense", "relay.poll", "relay.senders"} {
+		if !strings.Contains(err.Error(), part) {
+			t.Errorf("the error does not say %q:\n%v", part, err)
+		}
+	}
+}
+
+func TestTheLaterSourceWins(t *testing.T) {
+	t.Parallel()
+	src := sources{}
+	steps := []struct {
+		add    func()
+		want   string
+		origin string
+	}{
+		{func() {}, "info", ""},
+		{func() { src.file, src.named = writeFile(t, "log:\n  level: debug\n"), "--config" }, "debug", "FILE:2"},
+		{func() { src.environ = []string{"LAPSE_LOG_LEVEL=warn"} }, "warn", "environment LAPSE_LOG_LEVEL"},
+		{func() { src.flags = []assignment{{"log.level", "error", "--log-level"}} }, "error", "--log-level"},
+		{func() { src.set = []string{"log.level=info", "log.level=debug"} }, "debug", "--set"},
+	}
+	for _, step := range steps {
+		step.add()
+		cfg := mustLoad(t, src)
+		origin := strings.Replace(cfg.origins["log.level"], src.file+":", "FILE:", 1)
+		if src.file == "" {
+			origin = cfg.origins["log.level"]
+		}
+		if cfg.Log.Level != step.want || origin != step.origin {
+			t.Errorf("log.level is %q from %q, want %q from %q", cfg.Log.Level, origin, step.want, step.origin)
+		}
+	}
+}
+
+func TestAnEmptyVariableCountsAsNotSet(t *testing.T) {
+	t.Parallel()
+	cfg := mustLoad(t, sources{environ: []string{"LAPSE_RELAY_TICK=", "LAPSE_NO_KEY="}})
+	if cfg.Relay.Tick != 100*time.Millisecond || len(cfg.warnings) != 0 {
+		t.Errorf("relay.tick is %s, warnings are %q", cfg.Relay.Tick, cfg.warnings)
+	}
+}
+
+func TestAnUnknownVariableIsWarnedOfByNameWithTheNearestKey(t *testing.T) {
+	t.Parallel()
+	cfg := mustLoad(t, sources{environ: []string{
+		"LAPSE_RELAY_TIK=1s", "LAPSE_TEST_MYSQL_ADMIN_DSN=x", "LAPSE_STACK_PORT=1", "LAPSE_CONFIG=y", "LAPSED=1", "PATH=/bin", "LAPSE_PORT=tcp://10.0.0.1:80",
+	}})
+	want := []string{
+		"the environment variable LAPSE_RELAY_TIK is no setting of lapse; did you mean LAPSE_RELAY_TICK?",
+		"the environment variable LAPSE_PORT is no setting of lapse",
+	}
+	if len(cfg.warnings) != 2 || cfg.warnings[0] != want[0] || !strings.HasPrefix(cfg.warnings[1], want[1]) {
+		t.Errorf("warnings are %q, want %q", cfg.warnings, want)
+	}
+}
+
+func TestASecretComesFromTheStrongerOfItsTwoSources(t *testing.T) {
+	t.Parallel()
+	inFile := writeFile(t, "u:file@tcp(db:1)/d\r\n")
+	named := writeFile(t, "mysql:\n  dsn: u:yaml@tcp(db:1)/d\n")
+	namedFile := writeFile(t, "mysql:\n  dsn_file: "+inFile+"\n")
+	for name, tc := range map[string]struct {
+		src  sources
+		want string
+	}{
+		"file in the environment over value in YAML": {sources{file: named, environ: []string{"LAPSE_MYSQL_DSN_FILE=" + inFile}}, "u:file@tcp(db:1)/d"},
+		"value in the environment over file in YAML": {sources{file: namedFile, environ: []string{"LAPSE_MYSQL_DSN=u:env@tcp(db:1)/d"}}, "u:env@tcp(db:1)/d"},
+		"file in YAML":  {sources{file: namedFile}, "u:file@tcp(db:1)/d"},
+		"value in YAML": {sources{file: named}, "u:yaml@tcp(db:1)/d"},
+		"file by --set": {sources{file: named, set: []string{"mysql.dsn_file=" + inFile}}, "u:file@tcp(db:1)/d"},
+	} {
+		if cfg := mustLoad(t, tc.src); cfg.MySQL.DSN != tc.want {
+			t.Errorf("%s: mysql.dsn is %q, want %q", name, cfg.MySQL.DSN, tc.want)
+		}
+	}
+}
+
+func TestARoleHasItsOwnDSNOrTheCommonOne(t *testing.T) {
+	t.Parallel()
+	const common, own = "u:p@tcp(db:1)/common", "u:p@tcp(db:1)/own"
+	cfg := mustLoad(t, sources{environ: []string{"LAPSE_MYSQL_DSN=" + common, "LAPSE_MYSQL_DSN_RELAY=" + own}})
+	for r, want := range map[role]string{roleAPI: common, roleMigrate: common, roleRelay: own, roleConsume: common} {
+		if got, err := cfg.dsn(r); got != want || err != nil {
+			t.Errorf("role %s: %q, %v; want %q", r, got, err, want)
+		}
+	}
+	if _, err := mustLoad(t, sources{}).dsn(roleConsume); err == nil || !strings.Contains(err.Error(), "LAPSE_MYSQL_DSN_CONSUME") {
+		t.Errorf("without any: error is %v, want one that names the variables", err)
+	}
+}
+
+func TestFilesThatSayNothingAreNoMistake(t *testing.T) {
+	t.Parallel()
+	for _, content := range []string{"", "# only words\n", "---\n", "\ufeffrelay:\n  tick: 100ms\n", "relay:\n  # tick: 100ms\n", "null\n"} {
+		cfg, err := load(sources{file: writeFile(t, content), named: "--config"})
+		if err != nil {
+			t.Errorf("%q: %v", content, err)
+		} else if cfg.Relay.Tick != 100*time.Millisecond {
+			t.Errorf("%q: relay.tick is %s", content, cfg.Relay.Tick)
+		}
+	}
+}
+
+// case CFG-3: a ConfigMap that is swapped under a running process is not read again; the place that explains the configuration says so.
+func TestTheDocumentationSaysThatARestartIsNeeded(t *testing.T) {
+	t.Parallel()
+	if s := string(configs.Default); !strings.Contains(s, "Nothing is reloaded while a process runs") || !strings.Contains(s, "restart the processes") {
+		t.Error("default.yaml does not say that a change needs a restart")
+	}
+}
+
+func TestSecretsAreMaskedWhereverConfigurationIsPrinted(t *testing.T) {
+	t.Parallel()
+	for in, want := range map[string]string{
+		"":                                       "",
+		"lapse:hunter2@tcp(db:3306)/shop":        "lapse:***@tcp(db:3306)/shop",
+		"lapse:h:u/n@ter2@tcp(db:3306)/shop?a=b": "lapse:***@tcp(db:3306)/shop",
+		"lapse@unix(/run/mysqld.sock)/shop":      "lapse:***@unix(/run/mysqld.sock)/shop",
+		"AKIAhunter2":                            "***",
+		"hunter2/":                               "***",
+	} {
+		if got := mask(in); got != want {
+			t.Errorf("mask(%q) is %q, want %q", in, got, want)
+		}
+	}
+}
+
+func mustLoad(t *testing.T, src sources) *effective {
+	t.Helper()
+	cfg, err := load(src)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return cfg
+}
+
+func writeFile(t *testing.T, content string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "lapse.yaml")
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// nested writes one key as YAML, each section in a line of its own.
+func nested(name, value string) string {
+	var b strings.Builder
+	path := strings.Split(name, ".")
+	for depth, part := range path[:len(path)-1] {
+		fmt.Fprintf(&b, "%s%s:\n", strings.Repeat("  ", depth), part)
+	}
+	fmt.Fprintf(&b, "%s%s: %s\n", strings.Repeat("  ", len(path)-1), path[len(path)-1], value)
+	return b.String()
+}
+
+// writeYAML writes keys of one section as a file.
+func writeYAML(t *testing.T, given map[string]string) string {
+	t.Helper()
+	tree := map[string]any{}
+	for name, words := range given {
+		at := tree
+		path := strings.Split(name, ".")
+		for _, part := range path[:len(path)-1] {
+			if at[part] == nil {
+				at[part] = map[string]any{}
+			}
+			at = at[part].(map[string]any)
+		}
+		switch theKeys[name].kind {
+		case kindInt, kindBool:
+			at[path[len(path)-1]] = &yaml.Node{Kind: yaml.ScalarNode, Value: words}
+		default:
+			at[path[len(path)-1]] = words
+		}
+	}
+	out, err := yaml.Marshal(tree)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return writeFile(t, string(out))
+}
+
+func fieldOf(t *testing.T, s settings, name string) any {
+	t.Helper()
+	v := reflect.ValueOf(s)
+	for part := range strings.SplitSeq(name, ".") {
+		found := false
+		for i := range v.NumField() {
+			if v.Type().Field(i).Tag.Get("mapstructure") == part {
+				v, found = v.Field(i), true
+				break
+			}
+		}
+		if !found {
+			t.Fatalf("settings has no field for %s", name)
+		}
+	}
+	return v.Interface()
+}
