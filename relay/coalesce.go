@@ -70,7 +70,7 @@ type coalescer struct {
 	tick, linger, maxDelay time.Duration
 	limit                  int
 	open                   map[int64]*message // by due, in milliseconds since the epoch; overdueKey: all that are overdue
-	rows                   int                // in open
+	earliest               time.Time          // no message in open has an earlier flushAt; zero: open is empty
 }
 
 const overdueKey = -1 << 63
@@ -121,6 +121,9 @@ func (c *coalescer) add(r row, now, clock time.Time) (full *message) {
 			m.flushAt = clock.Add(c.linger)
 		}
 		c.open[key] = m
+		if c.earliest.IsZero() || m.flushAt.Before(c.earliest) {
+			c.earliest = m.flushAt
+		}
 	}
 	// Among overdue orders the latest tick is the due: it has passed for all of them.
 	if due.After(m.due) {
@@ -128,42 +131,34 @@ func (c *coalescer) add(r row, now, clock time.Time) (full *message) {
 	}
 	r.hop = hop
 	m.rows = append(m.rows, r)
-	c.rows++
 	if len(m.rows) < c.limit {
 		return nil
 	}
-	c.take(key)
-	return m
-}
-
-func (c *coalescer) take(key int64) {
-	c.rows -= len(c.open[key].rows)
 	delete(c.open, key)
+	return m
 }
 
 // flush gives the messages that have gathered for long enough, or all of them, soonest due first.
 func (c *coalescer) flush(clock time.Time, all bool) []*message {
+	if !all && (c.earliest.IsZero() || c.earliest.After(clock)) {
+		return nil // the usual case, without a look at each of them
+	}
 	var out []*message
+	c.earliest = time.Time{}
 	for key, m := range c.open {
 		if all || !m.flushAt.After(clock) {
 			out = append(out, m)
-			c.take(key)
+			delete(c.open, key)
+		} else if c.earliest.IsZero() || m.flushAt.Before(c.earliest) {
+			c.earliest = m.flushAt
 		}
 	}
 	slices.SortFunc(out, func(a, b *message) int { return a.due.Compare(b.due) })
 	return out
 }
 
-// next is when flush has something to give; zero where nothing gathers.
-func (c *coalescer) next() time.Time {
-	var at time.Time
-	for _, m := range c.open {
-		if at.IsZero() || m.flushAt.Before(at) {
-			at = m.flushAt
-		}
-	}
-	return at
-}
+// next is the earliest instant at which flush may have something to give; zero where nothing gathers.
+func (c *coalescer) next() time.Time { return c.earliest }
 
 // queue has the messages that wait for a sender, soonest due first: in a backlog the orders that fall due now must not wait for those
 // of next week. Among equals the order of arrival is kept.

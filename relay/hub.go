@@ -34,7 +34,13 @@ type hub struct {
 	failures int
 	reopen   time.Time
 	probing  bool
+	unready  bool // the sender says so
+	paused   bool // for the gauge
 }
+
+// askAgain is how soon at the latest a sender that was not ready is asked again. The question costs nothing, and a connection that
+// stands again is used at once.
+const askAgain = 200 * time.Millisecond
 
 // outcome is what the broker said about one message.
 type outcome struct {
@@ -66,6 +72,8 @@ func (h *hub) run(ctx context.Context, cutOff func()) {
 		now := time.Now()
 		h.collect(now)
 		if h.stopping && !h.claiming && h.inHand == 0 {
+			h.failures, h.unready = 0, false
+			h.count()
 			return
 		}
 
@@ -94,6 +102,7 @@ func (h *hub) run(ctx context.Context, cutOff func()) {
 		select {
 		case <-done:
 			done, h.stopping = nil, true
+			h.r.setStopping()
 			t := time.NewTimer(h.r.cfg.StopTimeout)
 			defer t.Stop()
 			late = t.C
@@ -148,13 +157,12 @@ func (h *hub) maySend(now time.Time) bool {
 	if h.stopping || h.probing || now.Before(h.reopen) {
 		return false
 	}
-	if err := h.r.sender.Ready(); err != nil {
-		h.shut(1)
-		// The question costs nothing, so it is asked often: a connection that stands again is used at once.
-		h.reopen = now.Add(jittered(h.r.cfg.BackoffMin))
-		return false
+	h.unready = h.r.sender.Ready() != nil
+	if h.unready {
+		h.reopen = now.Add(jittered(min(h.r.cfg.BackoffMin, askAgain)))
 	}
-	return true
+	h.count()
+	return !h.unready
 }
 
 func (h *hub) mayClaim(now time.Time) bool {
@@ -224,24 +232,31 @@ func (h *hub) judge(o outcome) {
 	switch {
 	case !o.tried:
 	case o.err == nil && o.probe:
-		h.r.cfg.Logger.Info("timed messages are sent again")
-		h.r.metrics.paused.Dec()
+		h.r.cfg.Logger.Info("timed messages are sent again", "failures", h.failures)
 		h.r.setSendErr(nil)
 		h.failures, h.reopen = 0, time.Time{}
+		h.count()
 	case o.err != nil && (o.probe || h.failures == 0):
 		if h.failures == 0 && !h.stopping {
 			h.r.cfg.Logger.Warn("timed message was not sent, the relay pauses", "err", o.err)
 		}
-		h.shut(h.failures + 1)
+		h.failures++
 		h.reopen = time.Now().Add(backoff(h.r.cfg.BackoffMin, h.r.cfg.PauseMax, h.failures))
 		h.r.setSendErr(o.err)
+		h.count()
 	}
 }
 
-// shut shuts the gate; failures is at least 1.
-func (h *hub) shut(failures int) {
-	if h.failures == 0 {
-		h.r.metrics.paused.Inc()
+// count keeps the gauge of paused relays.
+func (h *hub) count() {
+	paused := h.failures > 0 || h.unready
+	if paused == h.paused {
+		return
 	}
-	h.failures = max(h.failures, failures)
+	h.paused = paused
+	if paused {
+		h.r.metrics.paused.Inc()
+	} else {
+		h.r.metrics.paused.Dec()
+	}
 }

@@ -44,7 +44,7 @@ func OpenSender(cfg RocketMQ, topic string) (*rmq.Producer, error) {
 }
 
 var (
-	// ErrRunning is returned by Run where it runs already, and ErrStopped by Ready where it does not.
+	// ErrRunning is returned by Run where it runs already, and ErrStopped by Ready where it does not, or is stopping.
 	ErrRunning = errors.New("the relay is running already")
 	ErrStopped = errors.New("the relay does not run")
 
@@ -60,6 +60,7 @@ type Relay struct {
 
 	mu       sync.Mutex // guards what follows, which is for Ready
 	running  bool
+	stopping bool
 	storeErr error // why the outbox could not be claimed from, nil when the last claim worked
 	sendErr  error // why sends are paused
 }
@@ -83,7 +84,7 @@ func New(store Outbox, sender Sender, cfg Config) (*Relay, error) {
 // Ready is nil while the relay runs, the last claim worked and messages can be sent; otherwise it says what is missing.
 func (r *Relay) Ready() error {
 	r.mu.Lock()
-	running, storeErr, sendErr := r.running, r.storeErr, r.sendErr
+	running, storeErr, sendErr := r.running && !r.stopping, r.storeErr, r.sendErr
 	r.mu.Unlock()
 	if !running {
 		return ErrStopped
@@ -103,6 +104,12 @@ func (r *Relay) setStoreErr(err error) {
 	r.storeErr = err
 }
 
+func (r *Relay) setStopping() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.stopping = true
+}
+
 func (r *Relay) setSendErr(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -118,7 +125,7 @@ func (r *Relay) Run(ctx context.Context) error {
 		r.mu.Unlock()
 		return ErrRunning
 	}
-	r.running, r.storeErr, r.sendErr = true, errNotAsked, nil
+	r.running, r.stopping, r.storeErr, r.sendErr = true, false, errNotAsked, nil
 	r.mu.Unlock()
 	defer func() {
 		r.mu.Lock()

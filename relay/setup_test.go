@@ -232,3 +232,50 @@ func expiryOf(t *testing.T, m lapsetest.Message) orders.Expiry {
 	}
 	return e
 }
+
+// outbox is a store of which a test replaces single verbs.
+type outbox struct {
+	relay.Outbox
+	claim    func(ctx context.Context, limit int, lease time.Duration) (orders.Claim, error)
+	markSent func(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error)
+}
+
+func (o *outbox) ClaimOutbox(ctx context.Context, limit int, lease time.Duration) (orders.Claim, error) {
+	if o.claim != nil {
+		return o.claim(ctx, limit, lease)
+	}
+	return o.Outbox.ClaimOutbox(ctx, limit, lease)
+}
+
+func (o *outbox) MarkSent(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error) {
+	if o.markSent != nil {
+		return o.markSent(ctx, token, ids, messageID, due)
+	}
+	return o.Outbox.MarkSent(ctx, token, ids, messageID, due)
+}
+
+// senderFunc is a broker that a test plays itself.
+type senderFunc func(ctx context.Context, m relay.Message) (string, error)
+
+func (f senderFunc) Send(ctx context.Context, m relay.Message) (string, error) { return f(ctx, m) }
+func (f senderFunc) Ready() error                                              { return nil }
+
+// ceil is the tick at which the broker fires for a deadline.
+func ceil(t time.Time) time.Time {
+	const tick = 100
+	return time.UnixMilli((t.UnixMilli() + tick - 1) / tick * tick).UTC()
+}
+
+// cancelDue is what a consumer does with a message.
+func (b *bundle) cancelDue(t *testing.T, ids ...string) []orders.Result {
+	t.Helper()
+	outcomes, err := b.store.CancelDue(t.Context(), ids)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var results []orders.Result
+	for _, o := range outcomes {
+		results = append(results, o.Result)
+	}
+	return results
+}

@@ -1,0 +1,89 @@
+package relay_test
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/lapse-orders/lapse/lapsetest/mysqltest"
+	"github.com/lapse-orders/lapse/orders"
+	"github.com/lapse-orders/lapse/relay"
+)
+
+// storedAtOnce is a broker without any time of its own: what remains is the relay and the database.
+type storedAtOnce struct{ messages, ids atomic.Int64 }
+
+func (s *storedAtOnce) Ready() error { return nil }
+
+func (s *storedAtOnce) Send(_ context.Context, m relay.Message) (string, error) {
+	s.ids.Add(int64(len(m.Keys)))
+	return fmt.Sprintf("%032d", s.messages.Add(1)), nil
+}
+
+// fillOutbox writes pending rows whose deadlines lie half an hour ahead, perTick of them in each tick.
+func fillOutbox(tb testing.TB, db *mysqltest.DB, rows, perTick int) {
+	tb.Helper()
+	start := time.Now().UTC().Truncate(time.Second).Add(30 * time.Minute)
+	const text = "2006-01-02 15:04:05.000"
+	for from := 0; from < rows; from += 1000 {
+		var q strings.Builder
+		q.WriteString("INSERT INTO outbox (order_id, deliver_at, state, available_at, attempts) VALUES ")
+		for i := from; i < min(from+1000, rows); i++ {
+			if i > from {
+				q.WriteByte(',')
+			}
+			fmt.Fprintf(&q, "(%d, '%s', 'pending', '%s', 0)", 1_000_000_000_000_000_000+i, start.Add(time.Duration(i/perTick)*100*time.Millisecond).Format(text),
+				start.Add(-time.Hour+time.Duration(i)*time.Millisecond/10).Format(text))
+		}
+		if _, err := db.SQL.ExecContext(tb.Context(), q.String()); err != nil {
+			tb.Fatal(err)
+		}
+	}
+}
+
+// BenchmarkDrain sends a backlog of 20,000 orders.
+func BenchmarkDrain(b *testing.B) {
+	const rows = 20_000
+	for _, perTick := range []int{500, 50, 5} {
+		b.Run(fmt.Sprintf("perTick=%d", perTick), func(b *testing.B) {
+			for b.Loop() {
+				b.StopTimer()
+				db := mysqltest.New(b)
+				fillOutbox(b, db, rows, perTick)
+				store, err := orders.Open(db.DSN, orders.Config{})
+				if err != nil {
+					b.Fatal(err)
+				}
+				sender := &storedAtOnce{}
+				r, err := relay.New(store, sender, relay.Config{})
+				if err != nil {
+					b.Fatal(err)
+				}
+				ctx, cancel := context.WithCancel(b.Context())
+				done := make(chan error, 1)
+				b.StartTimer()
+				go func() { done <- r.Run(ctx) }() // ended below
+				tick := time.NewTicker(5 * time.Millisecond)
+				for db.Int(b, "SELECT COUNT(*) FROM outbox WHERE state = 'pending'") > 0 {
+					<-tick.C
+				}
+				b.StopTimer()
+				tick.Stop()
+				cancel()
+				if err := <-done; err != nil {
+					b.Fatal(err)
+				}
+				if got := sender.ids.Load(); got != rows {
+					b.Fatalf("%d orders sent, want %d", got, rows)
+				}
+				b.ReportMetric(float64(sender.messages.Load()), "messages")
+				_ = store.Close()
+				b.StartTimer()
+			}
+			b.ReportMetric(rows*float64(b.N)/b.Elapsed().Seconds(), "orders/s")
+		})
+	}
+}
