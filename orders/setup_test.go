@@ -3,9 +3,11 @@ package orders_test
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/go-sql-driver/mysql"
 	"go.uber.org/goleak"
 
 	"github.com/lapse-orders/lapse/lapsetest/mysqltest"
@@ -37,6 +39,40 @@ func setupWith(t *testing.T, cfg orders.Config) *bundle {
 	return &bundle{t: t, ctx: ctx, db: db, store: store}
 }
 
+// at opens a store on the same database in whose sessions the clock stands still at now.
+func (b *bundle) at(now time.Time, cfg orders.Config) *orders.Store {
+	b.t.Helper()
+	return b.open(cfg, func(c *mysql.Config) { c.Params = map[string]string{"timestamp": stopped(now)} })
+}
+
+// stopped gives a value for the session variable timestamp. Half a millisecond keeps the instant clear of what a binary fraction loses.
+func stopped(now time.Time) string {
+	return fmt.Sprintf("%d.%03d5", now.Unix(), now.Nanosecond()/1e6)
+}
+
+// open opens another store on the same database with a changed DSN.
+func (b *bundle) open(cfg orders.Config, change func(*mysql.Config)) *orders.Store {
+	b.t.Helper()
+	parsed, err := mysql.ParseDSN(b.db.DSN)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	change(parsed)
+	store, err := orders.Open(parsed.FormatDSN(), cfg)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	b.t.Cleanup(func() { _ = store.Close() })
+	return store
+}
+
+// on gives the bundle with another store.
+func (b *bundle) on(store *orders.Store) *bundle {
+	other := *b
+	other.store = store
+	return &other
+}
+
 // stock makes a SKU with n pieces.
 func (b *bundle) stock(sku string, n int64) {
 	b.t.Helper()
@@ -66,6 +102,27 @@ func items(list ...orders.Item) func(*orders.NewOrder) {
 func overdue(n *orders.NewOrder) { n.DeadlineAt = time.Now().Add(-time.Hour) }
 
 func noDeadline(n *orders.NewOrder) { n.NoDeadline = true }
+
+// isMariaDB tells which of the two servers the tests run on.
+func (b *bundle) isMariaDB() bool {
+	b.t.Helper()
+	return strings.Contains(b.db.Text(b.t, "SELECT VERSION()"), "MariaDB")
+}
+
+// eventually waits until holds does.
+func eventually(t testing.TB, what string, holds func() bool) {
+	t.Helper()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	limit := time.After(20 * time.Second)
+	for !holds() {
+		select {
+		case <-tick.C:
+		case <-limit:
+			t.Fatalf("waited 20s in vain: %s", what)
+		}
+	}
+}
 
 func text(ids ...int64) []string {
 	list := make([]string, len(ids))
@@ -130,7 +187,7 @@ func describe(st orders.Stock) string {
 // wantClean fails for every violation that the audit finds.
 func (b *bundle) wantClean() {
 	b.t.Helper()
-	checks, err := orders.Audit(b.ctx, b.db.SQL, orders.AuditOptions{})
+	checks, err := orders.Audit(b.ctx, b.store.DB(), orders.AuditOptions{})
 	if err != nil {
 		b.t.Fatal(err)
 	}
