@@ -189,6 +189,9 @@ func (d *demo) run(ctx context.Context) (_ Report, err error) {
 	defer stop(nil)
 	crew := newCrew(d.cfg.Binary, d.cfg.Env, d.dir, stop)
 	defer func() {
+		if interrupted.Err() != nil {
+			d.display.Say("%s  interrupted, ending the processes; once more ends them at once", clock(time.Since(d.started)))
+		}
 		// What a process says when it is ended in the middle of something is of no interest.
 		if ended := crew.end(endWithin); err == nil {
 			err = ended

@@ -178,7 +178,7 @@ func (r Report) Print(w io.Writer, s Style) error {
 	}
 	fmt.Fprintln(&b)
 	if n := r.Broken(); n > 0 {
-		fmt.Fprintf(&b, "%s after %.0f s\n", s.paint(red, fmt.Sprintf("%d violations: the invariants do not hold,", n)), r.Took)
+		fmt.Fprintf(&b, "%s after %.0f s\n", s.paint(red, fmt.Sprintf("the invariants do not hold (%d %s),", n, plural(n, "violation"))), r.Took)
 	} else {
 		fmt.Fprintf(&b, "%s after %.0f s\n", s.paint(green, "every invariant holds,"), r.Took)
 	}
@@ -201,7 +201,8 @@ func (r Report) printKinds(b *strings.Builder, s Style) {
 	}
 	line("all", r.Total)
 	if r.Total.Unpaid > 0 {
-		fmt.Fprintln(b, s.paint(red, fmt.Sprintf("%d orders are still unpaid", r.Total.Unpaid)))
+		n := int64(r.Total.Unpaid)
+		fmt.Fprintln(b, s.paint(red, fmt.Sprintf("still unpaid: %d %s", n, plural(n, "order"))))
 	}
 }
 
@@ -234,6 +235,13 @@ func millis(ms int64) string {
 	return fmt.Sprintf("%.1f s", float64(ms)/1000)
 }
 
+func plural(n int64, word string) string {
+	if n == 1 {
+		return word
+	}
+	return word + "s"
+}
+
 // checkIndent is the width of tick, invariant and rows, before what a check says.
 const checkIndent = 17
 
@@ -250,7 +258,7 @@ func printCheck(b *strings.Builder, s Style, c orders.Check) {
 	if c.Violations == 0 {
 		return
 	}
-	fmt.Fprintln(b, s.paint(red, fmt.Sprintf("%*s%s: %d violations", checkIndent, "", c.Name, c.Violations)))
+	fmt.Fprintln(b, s.paint(red, fmt.Sprintf("%*s%s: %d %s", checkIndent, "", c.Name, c.Violations, plural(c.Violations, "violation"))))
 	const shown = 10
 	for _, v := range c.Examples[:min(len(c.Examples), shown)] {
 		of := "order " + orders.FormatID(v.OrderID)
