@@ -62,12 +62,18 @@ func embedded(t *testing.T) *server {
 
 func TestConformanceEmbedded(t *testing.T) {
 	t.Parallel()
-	conform(t, embedded)
+	conform(t, embedded, append(conformCases(), officialClient))
 }
 
 func TestConformanceReal(t *testing.T) {
 	t.Parallel()
 	stacktest.Shared(t) // skips or fails here, not once for each case
+	cases := conformCases()
+	if !raceDetector {
+		// The client applies the backoff policy that the real server sends without a lock
+		// (producer_options.go:155-159), which the embedded one spares it.
+		cases = append(cases, officialClient)
+	}
 	conform(t, func(t *testing.T) *server {
 		t.Helper()
 		b := stacktest.Shared(t)
@@ -85,7 +91,7 @@ func TestConformanceReal(t *testing.T) {
 				return b.NewGroup(t, retries)
 			},
 		}
-	})
+	}, cases)
 }
 
 // suite is one case's way to its server.
@@ -104,12 +110,14 @@ func setup(t *testing.T, s *server, retries int) *suite {
 	return u
 }
 
-func conform(t *testing.T, open func(*testing.T) *server) {
-	t.Helper()
-	cases := []struct {
-		name string
-		run  func(*testing.T, *server)
-	}{
+type conformCase struct {
+	name string
+	run  func(*testing.T, *server)
+}
+
+// conformCases are the cases for both servers.
+func conformCases() []conformCase {
+	return []conformCase{
 		{"RouteShowsTheTypeAndTheWayIn", conformRoute},
 		{"SettingsAreAnsweredForBothKinds", conformSettings},
 		{"UnknownSettingsAreNoticed", conformForgotten},
@@ -133,8 +141,11 @@ func conform(t *testing.T, open func(*testing.T) *server) {
 		{"OtherTagsAreSkippedForGood", conformTags},
 		{"RecallIsForbiddenUnlessSwitchedOn", conformRecall},
 		{"AbandonedReceiveTakesAMessageForAWhile", conformGhost},
-		{"OfficialClientDoesTheRound", conformOfficialClient},
 	}
+}
+
+func conform(t *testing.T, open func(*testing.T) *server, cases []conformCase) {
+	t.Helper()
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -684,13 +695,21 @@ func conformGhost(t *testing.T, s *server) {
 	sent := time.Now()
 	u.mustSend(newMessage(u.topic, "b", time.Now()))
 	m := u.next(u.group, u.topic, 10*time.Second, 20*time.Second)
-	if took := time.Since(sent); took < time.Second || took > time.Second+s.lag {
-		t.Errorf("the message came after %v, want 1 s and at most %v more", took, s.lag)
-	}
-	if attemptOf(m) != 1 {
+	took := time.Since(sent)
+	switch least := time.Second; attemptOf(m) {
+	case 2: // the message overtook the news that the client has gone, and was given to it
+		least = 10 * time.Second
+		fallthrough
+	case 1:
+		if took < least || took > least+s.lag {
+			t.Errorf("attempt %d came after %v, want %v and at most %v more", attemptOf(m), took, least, s.lag)
+		}
+	default:
 		t.Errorf("attempt %d, want 1", attemptOf(m))
 	}
 }
+
+var officialClient = conformCase{"OfficialClientDoesTheRound", conformOfficialClient}
 
 func conformOfficialClient(t *testing.T, s *server) {
 	topic, group := s.topic(t, lapsetest.Delay), s.group(t, 5)

@@ -95,14 +95,24 @@ func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest, sto
 	limit := min(int(req.GetBatchSize()), maxBatch)
 	end := time.NewTimer(poll)
 	defer end.Stop()
-	gone := ctx.Done() // or stop, once the client is gone and a ghost polls on
+	gone := ctx.Done()
 	for {
-		if !b.gate.pass(gone) || ctx.Err() != nil && gone != stop {
+		ghost := ctx.Err() != nil
+		if ghost && !b.opts.ghostPolls {
 			return nil, status.FromContextError(ctx.Err()).Err()
+		}
+		if ghost {
+			gone = stop // the client can end it no more
+		}
+		if !b.gate.pass(gone) {
+			if ghost { // the server stops
+				return nil, status.FromContextError(ctx.Err()).Err()
+			}
+			continue // the client has gone
 		}
 		b.mu.Lock()
 		taken, died := b.pop(c, limit, invisible, wanted)
-		if len(taken) > 0 && gone == stop {
+		if len(taken) > 0 && ghost {
 			for _, d := range taken {
 				d.attempt--
 				b.hide(d, b.now(), nackTime)
@@ -126,10 +136,9 @@ func (b *Broker) receive(ctx context.Context, req *v2.ReceiveMessageRequest, sto
 		case <-end.C:
 			return result(v2.Code_MESSAGE_NOT_FOUND, "no new message"), nil
 		case <-gone:
-			if gone == stop || !b.opts.ghostPolls {
+			if ghost { // the server stops
 				return nil, status.FromContextError(ctx.Err()).Err()
 			}
-			gone = stop
 		}
 	}
 }

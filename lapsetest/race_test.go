@@ -1,0 +1,5 @@
+//go:build race
+
+package lapsetest_test
+
+const raceDetector = true
