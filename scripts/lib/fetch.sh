@@ -176,7 +176,7 @@ need_mysqld() {
     warn "no MySQL 8.0 or newer to be had here; MariaDB takes its place"
   fi
   FLAVOR=mariadb
-  if found=$(PATH=$PATH:/usr/sbin command -v mariadbd) && [[ -r /usr/share/mysql/mysql_system_tables.sql ]]; then
+  if found=$(PATH=$PATH:/usr/sbin command -v mariadbd) && is_mariadb106 "$found" && [[ -r /usr/share/mysql/mysql_system_tables.sql ]]; then
     MYSQLD=("$found") MYSQLD_FLAGS=() MYSQL_SHARE=/usr/share/mysql
     return
   fi
@@ -187,10 +187,19 @@ need_mysqld() {
   missing "a database server: mysql-server 8.0 or newer, or mariadb-server 10.6 or newer"
 }
 
+# is_mysql8 PROGRAM: MySQL 8.0 or newer that may use our directories. Where AppArmor confines the packaged one to its own, the copy in the
+# cache is taken instead.
 is_mysql8() {
   local v
+  [[ $1 != /usr/sbin/mysqld || ! -e /etc/apparmor.d/usr.sbin.mysqld ]] || return 1
   v=$("$1" --version 2>/dev/null) || return 1
   [[ $v != *MariaDB* && $v =~ Ver\ ([0-9]+)\. ]] && ((BASH_REMATCH[1] >= 8))
+}
+
+is_mariadb106() {
+  local v
+  v=$("$1" --version 2>/dev/null) || return 1
+  [[ $v =~ ([0-9]+)\.([0-9]+)\.[0-9]+-MariaDB ]] && ((BASH_REMATCH[1] > 10 || BASH_REMATCH[1] == 10 && BASH_REMATCH[2] >= 6))
 }
 
 # use_unpacked DIR PROGRAM: a server that is not installed does not find its messages, character sets and plugins by itself.

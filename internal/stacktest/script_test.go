@@ -1,0 +1,268 @@
+package stacktest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// These tests hold scripts/stack to what it promises, with the name server alone, which starts fastest.
+
+// newScript returns a way to call scripts/stack on a state of the test's own: it gives the combined output and the exit code. The output
+// comes through a pipe, so a server that kept it open would hang every one of these tests.
+func newScript(t *testing.T) (call func(env []string, args ...string) (string, int), state string, offset int) {
+	t.Helper()
+	Require(t, "LAPSE_TEST_BROKER_ADMIN")
+	root, err := moduleRoot()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	offset = freeOffset(t)
+	s := &Stack{script: filepath.Join(root, "scripts", "stack"), env: stackEnv(dir, offset, Options{})}
+	call = func(env []string, args ...string) (string, int) {
+		t.Helper()
+		ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
+		defer cancel()
+		with := &Stack{script: s.script, env: append(append([]string{}, s.env...), env...)}
+		out, err := with.run(ctx, args...)
+		var exit *exec.ExitError
+		if err != nil && !errors.As(err, &exit) {
+			t.Errorf("scripts/stack %s: %v\n%s", strings.Join(args, " "), err, out)
+			return out, -1
+		}
+		if exit != nil {
+			return out, exit.ExitCode()
+		}
+		return out, 0
+	}
+	t.Cleanup(func() {
+		if out, code := call(nil, "reset"); code != 0 {
+			t.Errorf("reset: exit %d\n%s", code, out)
+		}
+	})
+	return call, filepath.Join(dir, "state"), offset
+}
+
+// serverPid reads from the status what runs where; 0 if the part is down.
+func serverPid(t *testing.T, status, part string) int {
+	t.Helper()
+	for line := range strings.Lines(status) {
+		if fields := strings.Fields(line); len(fields) > 2 && fields[0] == part {
+			if fields[1] == "down" {
+				return 0
+			}
+			pid, err := strconv.Atoi(fields[2])
+			if err != nil {
+				t.Fatalf("status line %q", line)
+			}
+			return pid
+		}
+	}
+	t.Fatalf("no line of %s in:\n%s", part, status)
+	return 0
+}
+
+func TestTwoUpsAtOnceStartOneServer(t *testing.T) {
+	t.Parallel()
+	call, state, _ := newScript(t)
+	var wg sync.WaitGroup
+	for range 2 {
+		wg.Go(func() {
+			if out, code := call(nil, "up", "--only", "namesrv"); code != 0 {
+				t.Errorf("up: exit %d\n%s", code, out)
+			}
+		})
+	}
+	wg.Wait()
+	var marked []string
+	cmdlines, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range cmdlines {
+		// A process may end while we look.
+		if cmdline, err := os.ReadFile(path); err == nil && strings.Contains(string(cmdline), "-Dlapse.stack="+state+"/namesrv\x00") {
+			marked = append(marked, path)
+		}
+	}
+	if len(marked) != 1 {
+		t.Errorf("%d name servers, want 1: %v", len(marked), marked)
+	}
+	out, code := call(nil, "status")
+	if pid := serverPid(t, out, "namesrv"); code != 0 || pid == 0 {
+		t.Errorf("status: exit %d\n%s", code, out)
+	}
+}
+
+func TestKilledServerComesUpAgainAndAStalePidFileHurtsNobody(t *testing.T) {
+	t.Parallel()
+	call, state, _ := newScript(t)
+	if out, code := call(nil, "up", "--only", "namesrv"); code != 0 {
+		t.Fatalf("up: exit %d\n%s", code, out)
+	}
+	if out, code := call(nil, "kill", "namesrv"); code != 0 {
+		t.Fatalf("kill: exit %d\n%s", code, out)
+	}
+	// The pid has been given to somebody else: to a process with this very start time, even.
+	bystander := exec.CommandContext(t.Context(), "sleep", "600")
+	if err := bystander.Start(); err != nil {
+		t.Fatal(err)
+	}
+	gone := make(chan error, 1)
+	go func() { gone <- bystander.Wait() }()
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", bystander.Process.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pidFile := filepath.Join(state, "run", "namesrv.pid")
+	started := strings.Fields(string(stat))[21]
+	if err := os.WriteFile(pidFile, fmt.Appendf(nil, "%d %s\n", bystander.Process.Pid, started), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, code := call(nil, "status"); code != 1 || serverPid(t, out, "namesrv") != 0 {
+		t.Errorf("status with a stale pid file: exit %d\n%s", code, out)
+	}
+	for range 2 { // down twice does no harm either
+		if out, code := call(nil, "down"); code != 0 {
+			t.Errorf("down: exit %d\n%s", code, out)
+		}
+	}
+	if out, code := call(nil, "start", "namesrv"); code != 0 {
+		t.Errorf("start: exit %d\n%s", code, out)
+	}
+	// And the other way round: a server whose pid file is gone is still found, and stopped.
+	if err := os.Remove(pidFile); err != nil {
+		t.Fatal(err)
+	}
+	out, _ := call(nil, "status")
+	if serverPid(t, out, "namesrv") == 0 {
+		t.Errorf("the running server is not found without its pid file:\n%s", out)
+	}
+	if out, code := call(nil, "stop", "namesrv"); code != 0 || !strings.Contains(out, "namesrv: stopped") {
+		t.Errorf("stop: exit %d\n%s", code, out)
+	}
+	select {
+	case err := <-gone:
+		t.Errorf("the process that has the pid now was ended: %v", err)
+	default:
+	}
+}
+
+func TestPortOfAnotherProcessIsNamedAndLeftAlone(t *testing.T) {
+	t.Parallel()
+	call, _, offset := newScript(t)
+	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(13376+offset))
+	var config net.ListenConfig
+	l, err := config.Listen(t.Context(), "tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close() //nolint:errcheck // a test's listener
+	out, code := call(nil, "up", "--only", "namesrv")
+	if code != 1 || !strings.Contains(out, strconv.Itoa(13376+offset)) || !strings.Contains(out, fmt.Sprintf("pid %d", os.Getpid())) {
+		t.Errorf("exit %d, want 1 with the port and our pid %d:\n%s", code, os.Getpid(), out)
+	}
+	var dialer net.Dialer
+	conn, err := dialer.DialContext(t.Context(), "tcp", addr)
+	if err != nil {
+		t.Fatalf("our own server no longer answers: %v", err)
+	}
+	_ = conn.Close()
+}
+
+func TestServerThatCannotStartShowsItsLastWords(t *testing.T) {
+	t.Parallel()
+	call, _, _ := newScript(t)
+	out, code := call([]string{"STACK_BROKER_HEAP=nonsense"}, "up", "--only", "rocketmq")
+	if code != 1 || !strings.Contains(out, "broker ended before") || !strings.Contains(out, "-Xmsnonsense") || !strings.Contains(out, "What to do:") {
+		t.Errorf("exit %d, want 1 with Java's complaint:\n%s", code, out)
+	}
+}
+
+func TestStoreOfAnotherKindIsRefused(t *testing.T) {
+	t.Parallel()
+	call, state, _ := newScript(t)
+	if out, code := call(nil, "up", "--only", "namesrv"); code != 0 {
+		t.Fatalf("up: exit %d\n%s", code, out)
+	}
+	if err := os.MkdirAll(filepath.Join(state, "broker", "store"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	out, code := call([]string{"STACK_TIMER_PRECISION_MS=1000"}, "up", "--only", "namesrv")
+	if code != 2 || !strings.Contains(out, "ticks of 100 ms") || !strings.Contains(out, "scripts/stack reset") {
+		t.Errorf("exit %d, want 2 with the reason and the way out:\n%s", code, out)
+	}
+}
+
+func TestWrongUseSaysWhatIsRight(t *testing.T) {
+	t.Parallel()
+	call, _, _ := newScript(t)
+	for _, c := range []struct {
+		env  []string
+		args string
+		code int
+		want string
+	}{
+		{nil, "", 2, "Usage:"},
+		{nil, "--help", 0, "Usage:"},
+		{nil, "frobnicate", 2, "unknown command 'frobnicate'"},
+		{nil, "up now", 2, "up does not know 'now'"},
+		{nil, "up --with mysql", 2, "--with takes 'replica'"},
+		{nil, "up --only", 2, "--only takes parts"},
+		{nil, "up --only postgres", 2, "one of mysql replica namesrv broker"},
+		{nil, "up --only replica", 2, "a replica needs its primary"},
+		{nil, "up --only broker", 2, "the broker needs the name server"},
+		{nil, "stop", 2, "unknown part ''"},
+		{[]string{"STACK=docker"}, "up", 2, "Compose"},
+		{[]string{"STACK_MYSQL=oracle"}, "up", 2, "auto, mysql or mariadb"},
+		{[]string{"STACK_TIMER_PRECISION_MS=10"}, "up", 2, "100 or 1000"},
+		{[]string{"STACK_PORT_OFFSET=x"}, "up", 2, "STACK_PORT_OFFSET=x"},
+		{[]string{"STACK_MYSQL_PORT=70000"}, "up", 2, "not between 1 and 65535"},
+		{nil, "status", 1, "scripts/stack up"},
+		{nil, "env", 1, "scripts/stack up"},
+		{nil, "start mysql", 1, "scripts/stack up"},
+		{nil, "down", 0, ""},
+		{[]string{"PATH=" + pathWithoutGo(t)}, "up --only namesrv", 3, "Go is not on the PATH"},
+	} {
+		out, code := call(c.env, strings.Fields(c.args)...)
+		if code != c.code || !strings.Contains(out, c.want) {
+			t.Errorf("%v scripts/stack %s: exit %d, want %d and %q:\n%s", c.env, c.args, code, c.code, c.want, out)
+		}
+	}
+}
+
+// pathWithoutGo is the search path without Go, wherever Go lies: every other program of its folder is linked into one of ours.
+func pathWithoutGo(t *testing.T) string {
+	t.Helper()
+	var kept []string
+	for _, dir := range filepath.SplitList(os.Getenv("PATH")) {
+		if _, err := os.Stat(filepath.Join(dir, "go")); err != nil {
+			kept = append(kept, dir)
+			continue
+		}
+		links := t.TempDir()
+		programs, err := os.ReadDir(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range programs {
+			if p.Name() != "go" {
+				if err := os.Symlink(filepath.Join(dir, p.Name()), filepath.Join(links, p.Name())); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		kept = append(kept, links)
+	}
+	return strings.Join(kept, string(filepath.ListSeparator))
+}
