@@ -108,7 +108,7 @@ func runBroker(ctx context.Context, args []string) error {
 	endpoints := flags.String("endpoints", "", "host:port of the gRPC proxy")
 	broker := flags.String("broker", "", "host:port of the broker's remoting server")
 	topic := flags.String("topic", "", "topic of type DELAY, created with 8 queues if missing")
-	group := flags.String("group", "", "consumer group, created with 16 retries if missing; likewise the group for its dead letters, with -dlq behind the name")
+	group := flags.String("group", "", "consumer group, created with 16 retries if missing; likewise the group for its dead letters, with -dlq behind the name and 1000 retries")
 	precision := flags.String("precision", "", "timerPrecisionMs that the broker must have in force")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -183,18 +183,25 @@ func ensure(ctx context.Context, client *admin.Client, topic, group string) erro
 	if err != nil {
 		return err
 	}
-	// The second group reads the dead letters of the first; consumer.DeadLetterGroup gives the name.
-	for _, name := range []string{group, group + "-dlq"} {
-		_, err := client.Group(ctx, name)
-		if errors.Is(err, admin.ErrNotFound) {
-			err = client.CreateGroup(ctx, name, 16)
-		}
-		if err != nil {
-			return err
-		}
+	_, err = client.Group(ctx, group)
+	if errors.Is(err, admin.ErrNotFound) {
+		err = client.CreateGroup(ctx, group, 16)
 	}
-	return nil
+	if err != nil {
+		return err
+	}
+	// The second group reads the dead letters of the first; consumer.DeadLetterGroup gives the name. A dead letter of a group with N retries
+	// arrives as attempt N+3: to a reader with fewer than N+2 retries the broker never gives it, but moves it on to the reader's own dead letters.
+	reader := group + "-dlq"
+	g, err := client.Group(ctx, reader)
+	if errors.Is(err, admin.ErrNotFound) || err == nil && g.Retries < deadLetterRetries {
+		err = client.CreateGroup(ctx, reader, deadLetterRetries)
+	}
+	return err
 }
+
+// deadLetterRetries are more than any group of ours has, so that a dead letter waits for its reader however often that fails.
+const deadLetterRetries = 1000
 
 // safeOffsets gives the group a place in every queue where it has none, or one that lies beyond the end. Left to itself, a group without
 // offsets on a topic whose oldest file is gone gets the last message of each queue only, and one whose offsets outlived the topic's messages

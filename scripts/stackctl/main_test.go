@@ -91,6 +91,22 @@ func TestMissingTopicAndGroupAreCreated(t *testing.T) {
 	if want := (admin.Group{Name: group, Retries: 16}); err != nil || gotGroup != want {
 		t.Errorf("got %+v, %v, want %+v", gotGroup, err, want)
 	}
+	// The reader of dead letters gets what would never reach it with 16 retries, and is put right where it has them.
+	reader := group + "-dlq"
+	t.Cleanup(func() {
+		if err := broker.Admin.DeleteGroup(context.Background(), reader); err != nil {
+			t.Errorf("delete %s: %v", reader, err)
+		}
+	})
+	if err := broker.Admin.CreateGroup(ctx, reader, 16); err != nil {
+		t.Fatal(err)
+	}
+	if err := ensure(ctx, broker.Admin, topic, group); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := broker.Admin.Group(ctx, reader); err != nil || got.Retries != deadLetterRetries {
+		t.Errorf("got %+v, %v, want %d retries", got, err, deadLetterRetries)
+	}
 }
 
 func TestTopicOfAnotherTypeIsRefusedAndKept(t *testing.T) {
