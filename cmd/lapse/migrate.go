@@ -6,6 +6,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/go-sql-driver/mysql"
 	"github.com/spf13/cobra"
 
 	"github.com/lapse-orders/lapse/migrations"
@@ -134,7 +135,12 @@ func (a *app) migrate(cmd *cobra.Command, do func(*orders.Store) error) error {
 	if err != nil {
 		return err
 	}
-	store, err := orders.Open(dsn, orders.Config{MaxOpenConns: cfg.MySQL.MaxOpenConns, DialTimeout: cfg.MySQL.DialTimeout, IOTimeout: migrateIOTimeout})
+	parsed, err := mysql.ParseDSN(dsn)
+	if err != nil {
+		return &configError{[]error{errors.New("the database's DSN cannot be read")}} // it was read before, by load
+	}
+	parsed.ParseTime = true // the migration library reads its own table's times as such
+	store, err := orders.Open(parsed.FormatDSN(), orders.Config{MaxOpenConns: cfg.MySQL.MaxOpenConns, DialTimeout: cfg.MySQL.DialTimeout, IOTimeout: migrateIOTimeout})
 	if err != nil {
 		return &configError{[]error{err}}
 	}

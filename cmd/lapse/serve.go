@@ -180,7 +180,9 @@ func serveWeb(ctx context.Context, addr, pprofAddr string, ready http.Handler, r
 func (s *web) listen(ctx context.Context, what, addr string, h http.Handler, write time.Duration, log *slog.Logger) error {
 	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
 	if err != nil {
-		return fmt.Errorf("serve %s: %w; another address is set by the key %s", what, err, map[string]string{"http": "http.addr", "pprof": "http.pprof"}[what])
+		key := map[string]string{"http": "http.addr", "pprof": "http.pprof"}[what]
+		// With its code: a failed listen is a net.Error, as a database that is not there is.
+		return codeError{fmt.Errorf("serve %s: %w; another address is set by the key %s", what, err, key), exitFailed}
 	}
 	server := &http.Server{
 		Handler:           h,
