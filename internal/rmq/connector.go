@@ -5,13 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net"
+	"slices"
 	"strings"
 	"sync"
 	"time"
 
 	golang "github.com/apache/rocketmq-clients/golang/v5"
 	"github.com/apache/rocketmq-clients/golang/v5/credentials"
+	"github.com/apache/rocketmq-clients/golang/v5/pkg/utils"
 	v2 "github.com/apache/rocketmq-clients/golang/v5/protocol/v2"
 	"google.golang.org/grpc/codes"
 )
@@ -38,11 +39,12 @@ type official interface {
 // for with the generated stub, and the telemetry stream never fails (telemetry.go).
 // However long the servers are away, one client is built.
 type connector[C official] struct {
-	cfg    Config
-	link   *link
-	access []string // targets to ask for routes, in this order
-	topics []string
-	build  func(*golang.Config, golang.NewClientFunc) (C, error)
+	cfg       Config
+	link      *link
+	endpoints *v2.Endpoints // of cfg
+	access    []string      // the same as targets, to be asked for routes in this order
+	topics    []string
+	build     func(*golang.Config, golang.NewClientFunc) (C, error)
 
 	ctx     context.Context // ends when shutdown begins to cut off
 	cancel  context.CancelFunc
@@ -67,13 +69,17 @@ func newConnector[C official](cfg Config, role v2.ClientType, group string, topi
 	if err := validateTopics(topics); err != nil {
 		return nil, err
 	}
+	endpoints, err := utils.ParseTarget(cfg.Endpoints)
+	if err != nil {
+		return nil, err
+	}
 	l, err := newLink(cfg, role, group)
 	if err != nil {
 		return nil, err
 	}
 	c := &connector[C]{
 		cfg: cfg, link: l, topics: topics, build: build,
-		access:  accessTargets(cfg.Endpoints),
+		endpoints: endpoints, access: accessTargets(endpoints),
 		ran:     make(chan struct{}),
 		closing: make(chan struct{}),
 		closed:  make(chan struct{}),
@@ -88,18 +94,15 @@ func newConnector[C official](cfg Config, role v2.ClientType, group string, topi
 // accessTargets writes the endpoints as the official client will, so that the
 // probe uses the connections that it will use: addresses together, names each by
 // itself.
-func accessTargets(endpoints string) []string {
-	addrs, err := parseEndpoints(endpoints)
-	if err != nil {
-		return nil
+func accessTargets(e *v2.Endpoints) []string {
+	if e.GetScheme() != v2.AddressScheme_DOMAIN_NAME {
+		return []string{targetOf(e)}
 	}
-	for _, a := range addrs {
-		host, _, _ := net.SplitHostPort(a)
-		if net.ParseIP(host) != nil {
-			return []string{"ip:///" + strings.Join(addrs, ";")}
-		}
+	var out []string
+	for _, a := range e.GetAddresses() {
+		out = append(out, utils.ParseAddress(a))
 	}
-	return addrs
+	return out
 }
 
 // run connects, with growing pauses, until it has succeeded or shutdown begins.
@@ -221,23 +224,7 @@ func (c *connector[C]) probe() (map[string]*v2.QueryRouteResponse, error) {
 }
 
 func (c *connector[C]) queryRoute(topic string) (*v2.QueryRouteResponse, error) {
-	endpoints := &v2.Endpoints{Scheme: v2.AddressScheme_DOMAIN_NAME}
-	addrs, err := parseEndpoints(c.cfg.Endpoints)
-	if err != nil {
-		return nil, err
-	}
-	for _, a := range addrs {
-		host, port, _ := net.SplitHostPort(a)
-		var n int32
-		_, _ = fmt.Sscan(port, &n) // parseEndpoints has checked it
-		endpoints.Addresses = append(endpoints.Addresses, &v2.Address{Host: host, Port: n})
-		if ip := net.ParseIP(host); ip != nil && ip.To4() != nil {
-			endpoints.Scheme = v2.AddressScheme_IPv4
-		} else if ip != nil {
-			endpoints.Scheme = v2.AddressScheme_IPv6
-		}
-	}
-	req := &v2.QueryRouteRequest{Topic: &v2.Resource{Name: topic, ResourceNamespace: c.cfg.Namespace}, Endpoints: endpoints}
+	req := &v2.QueryRouteRequest{Topic: &v2.Resource{Name: topic, ResourceNamespace: c.cfg.Namespace}, Endpoints: c.endpoints}
 	var errs []error
 	for _, target := range c.access {
 		cc, err := c.link.conn(target)
@@ -261,10 +248,11 @@ func (c *connector[C]) queryRoute(topic string) (*v2.QueryRouteResponse, error) 
 
 func (c *connector[C]) checkRoute(topic string, r *v2.QueryRouteResponse) error {
 	wanted := c.cfg.TopicType
-	if wanted == TopicAny || strings.HasPrefix(topic, "%") {
-		wanted = TopicNormal // for the command below only
+	if strings.HasPrefix(topic, "%") {
+		wanted = TopicAny
 	}
-	fix := fmt.Sprintf("mqadmin updateTopic -n NAMESERVER:9876 -c DefaultCluster -t %s -r 8 -w 8 -a +message.type=%s (the proxy may take 20 s to see it)", topic, wanted)
+	fix := fmt.Sprintf("mqadmin updateTopic -n NAMESERVER:9876 -c DefaultCluster -t %s -r 8 -w 8 -a +message.type=%s (the proxy may take 20 s to see it)",
+		topic, strings.Replace(wanted, TopicAny, TopicNormal, 1))
 	if code := r.GetStatus().GetCode(); code != v2.Code_OK {
 		err := refusal(int32(code), r.GetStatus().GetMessage())
 		switch code {
@@ -278,23 +266,11 @@ func (c *connector[C]) checkRoute(topic string, r *v2.QueryRouteResponse) error 
 	if len(r.GetMessageQueues()) == 0 {
 		return fmt.Errorf("topic %s at %s has no queue: no broker serves it", topic, c.cfg.Endpoints)
 	}
-	if c.cfg.TopicType == TopicAny || strings.HasPrefix(topic, "%") {
-		return nil
-	}
 	types := messageTypes(r)
-	if !takes(types, v2.MessageType(v2.MessageType_value[wanted])) {
+	if wanted != TopicAny && !slices.Contains(types, v2.MessageType(v2.MessageType_value[wanted])) {
 		return fmt.Errorf("topic %s at %s is of type %s, must be %s; set it with: %s", topic, c.cfg.Endpoints, typeNames(types), wanted, fix)
 	}
 	return nil
-}
-
-func takes(types []v2.MessageType, t v2.MessageType) bool {
-	for _, have := range types {
-		if have == t {
-			return true
-		}
-	}
-	return false
 }
 
 func typeNames(types []v2.MessageType) string {

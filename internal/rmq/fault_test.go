@@ -682,6 +682,33 @@ func TestSeveralEndpointsAreTriedUntilOneAnswers(t *testing.T) {
 	}
 }
 
+func TestEndpointMayBeAnIPv6Address(t *testing.T) {
+	t.Parallel()
+	b, err := lapsetest.New(lapsetest.WithListenAddress("[::1]:0"))
+	if err != nil {
+		t.Skipf("no IPv6 here: %v", err)
+	}
+	t.Cleanup(b.Close)
+	b.CreateTopic("t", lapsetest.Delay, 8)
+	b.CreateGroup("g", 16)
+	cfg := Config{Endpoints: b.Endpoint(), TLS: TLS{Disabled: true}, Logger: testLog(t)}
+	p, c := openProducer(t, cfg, "t"), openConsumer(t, cfg, "g", "t")
+	if _, err := p.Send(t.Context(), timed("t", "x")); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Ack(t.Context(), receiveOne(t, c, 5*time.Second)); err != nil {
+		t.Error(err)
+	}
+}
+
+// An idle consumer of the dead-letter topic must not be refused for its type.
+func TestSystemTopicsAreNotCheckedForTheirType(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.CreateTopic("%DLQ%"+b.group, lapsetest.Normal, 1)
+	awaitReady(t, 10*time.Second, newConsumer(t, b.config(t), b.group, "%DLQ%"+b.group).Ready)
+}
+
 // wire is a network between a client and a server. swallow makes the connections
 // that are there go dead without a word; those to come work.
 type wire struct {

@@ -109,7 +109,7 @@ func (p *Producer) message(m Message) (*golang.Message, error) {
 		kind = v2.MessageType_DELAY
 		msg.SetDelayTimestamp(ceilMilli(m.DeliverAt))
 	}
-	if types := p.c.link.accepts(m.Topic); !takes(types, kind) {
+	if types := p.c.link.accepts(m.Topic); !slices.Contains(types, kind) {
 		return nil, &StatusError{Code: int32(v2.Code_MESSAGE_PROPERTY_CONFLICT_WITH_TYPE), Message: fmt.Sprintf("the topic takes %s, the message is %s", typeNames(types), kind)}
 	}
 	msg.SetKeys(m.Keys...)
