@@ -31,7 +31,7 @@ stack-down: ## Stop them; the data stays
 .PHONY: build
 build: ## Build bin/lapse
 	@mkdir -p bin
-	go build -trimpath -ldflags '-X main.version=$(VERSION)' -o bin/lapse ./cmd/lapse
+	go build -ldflags '-X main.version=$(VERSION)' -o bin/lapse ./cmd/lapse
 
 .PHONY: demo
 demo: build ## The whole path on real servers; make demo DEMO_ARGS='--timeout 30m'
