@@ -214,7 +214,6 @@ func TestSkewMakesMessagesEarly(t *testing.T) {
 	}
 }
 
-// case MQ-1
 func TestDuplicateComesWithTheSameIDAndAttempt1(t *testing.T) {
 	t.Parallel()
 	u := open(t, 16)
@@ -239,7 +238,6 @@ func TestDuplicateComesWithTheSameIDAndAttempt1(t *testing.T) {
 	}
 }
 
-// case MQ-12
 func TestInjectPutsInWhatNoClientCouldSend(t *testing.T) {
 	t.Parallel()
 	u := open(t, 16)
@@ -294,7 +292,6 @@ func TestFailNextRefusesSoManyRequests(t *testing.T) {
 	}
 }
 
-// case PRD-3
 func TestLoseNextStoresAndDoesNotAnswer(t *testing.T) {
 	t.Parallel()
 	u := open(t, 16)
@@ -708,7 +705,6 @@ func TestTwoGroupsEachGetEveryMessage(t *testing.T) {
 	}
 }
 
-// case MQ-2
 func TestParallelReceiversShareTheMessages(t *testing.T) {
 	t.Parallel()
 	u := open(t, 16, lapsetest.WithPollLimit(100*time.Millisecond))
@@ -786,5 +782,33 @@ func TestUntilEndsWithItsContext(t *testing.T) {
 	cancel()
 	if err := b.Until(ctx, func() bool { return false }); err == nil {
 		t.Error("no error")
+	}
+}
+
+func TestMaxDelayIsAnOption(t *testing.T) {
+	t.Parallel()
+	u := open(t, 16, lapsetest.WithMaxDelay(5*time.Second))
+	wantCode(t, "at the limit", u.send(newMessage(topic, "b", epoch.Add(5*time.Second))).GetStatus().GetCode(), v2.Code_OK)
+	wantCode(t, "above it", u.send(newMessage(topic, "b", epoch.Add(5*time.Second+time.Millisecond))).GetStatus().GetCode(), v2.Code_ILLEGAL_DELIVERY_TIME)
+	free := open(t, 16, lapsetest.WithMaxDelay(0))
+	wantCode(t, "without a limit", free.send(newMessage(topic, "b", epoch.AddDate(1, 0, 0))).GetStatus().GetCode(), v2.Code_OK)
+}
+
+func TestListenAddressThatIsTakenIsAnError(t *testing.T) {
+	t.Parallel()
+	taken := lapsetest.Start(t)
+	if b, err := lapsetest.New(lapsetest.WithListenAddress(taken.Endpoint())); err == nil {
+		b.Close()
+		t.Errorf("two brokers on %s", taken.Endpoint())
+	}
+}
+
+func TestCreateTopicAgainChangesItsType(t *testing.T) {
+	t.Parallel()
+	u := open(t, 16)
+	u.b.CreateTopic(topic, lapsetest.Normal, 1)
+	r := u.route(topic)
+	if n := len(r.GetMessageQueues()); n != 4 || r.GetMessageQueues()[0].GetAcceptMessageTypes()[0] != v2.MessageType_NORMAL {
+		t.Errorf("%d queues of type %v, want the 4 it had, of type NORMAL", n, r.GetMessageQueues()[0].GetAcceptMessageTypes())
 	}
 }

@@ -21,10 +21,12 @@
 // fires at once; one beyond the maximal delay is refused with 40012. A received
 // message is hidden for its invisible duration and comes again with its attempt
 // raised; after the group's retries plus one deliveries the next Receive moves it
-// to the dead-letter topic %DLQ%<group>. An acknowledgement with a handle that was
-// replaced answers OK and does nothing. Sizes, reserved names and the codes of
-// refusals are the real ones too. A conformance suite holds this server and a real
-// broker to the same expectations.
+// to the dead-letter topic %DLQ%<group>, which exists from then on. A dead letter
+// brings its attempts along, so that a group of N retries needs a reader of N+2 or
+// more. An acknowledgement with a handle that was replaced answers OK and does
+// nothing; to change an invisible duration with one makes the message come twice.
+// Sizes, reserved names and the codes of refusals are the real ones too. A conformance
+// suite holds this server and a real broker to the same expectations.
 //
 // # What it leaves out
 //
