@@ -13,13 +13,17 @@ const (
 	// maxFailures is how often an order fails alone, while others succeed, before it is parked. More than once, since not every
 	// error that passes by itself is known by its number.
 	maxFailures = 3
+	// aloneShare is the part of CancelTimeout that an order gets which is asked about alone, for it may be locked: an eighth of 10 s is
+	// some seventy times what such a transaction takes.
+	aloneShare = 8
 	// minEarlyWait keeps a canceller that answers "not due, in 0 s" from being asked without a pause.
 	minEarlyWait = 5 * time.Millisecond
 )
 
-// work is one worker: it cancels batches of orders and parks what is to be parked. It ends when next has nothing more.
-func (c *Consumer) work(ctx context.Context) {
-	for tasks := c.next(); tasks != nil; tasks = c.next() {
+// work is one worker: it cancels batches of orders and parks what is to be parked; or, if slow, asks about the orders that were found
+// locked, so that these, however many they are, wait for each other alone. It ends when next has nothing more.
+func (c *Consumer) work(ctx context.Context, slow bool) {
+	for tasks := c.next(slow); tasks != nil; tasks = c.next(slow) {
 		if tasks[0].park != nil {
 			c.park(ctx, tasks[0])
 		} else {
@@ -28,12 +32,12 @@ func (c *Consumer) work(ctx context.Context) {
 	}
 }
 
-// cancel asks about a batch of orders. What fails is halved until the failing orders stand alone.
+// cancel asks about a batch of orders. What fails is halved until the failing orders stand alone. What is locked is not halved, since
+// each half would wait as long as the whole before it: every order of it is asked about alone, with less time.
 func (c *Consumer) cancel(ctx context.Context, batch []*task) {
 	type failure struct {
-		t     *task
-		err   error
-		stuck bool
+		t   *task
+		err error
 	}
 	var alone []failure
 	begun := time.Now()
@@ -63,31 +67,31 @@ func (c *Consumer) cancel(ctx context.Context, batch []*task) {
 		}
 		c.metrics.retries.WithLabelValues(retryReason(err, stuck)).Inc()
 		parts = parts[:len(parts)-1]
-		if len(part) == 1 {
-			alone = append(alone, failure{part[0], err, stuck})
+		switch {
+		case stuck && len(part) == 1:
+			c.locked(part[0], err)
+			continue
+		case stuck:
+			for _, t := range part {
+				t.alone = true
+			}
+			c.putBack(part)
+			continue
+		case len(part) == 1:
+			alone = append(alone, failure{part[0], err})
 			continue
 		}
 		parts = append(parts, part[len(part)/2:], part[:len(part)/2])
 	}
 
-	// Nothing of several orders succeeded and nothing is locked: that is hardly the orders' fault.
+	// Not one of several orders succeeded: that is hardly the orders' fault.
 	all := len(batch) > 1 && len(alone) == len(batch)
-	for _, f := range alone {
-		all = all && !f.stuck
-	}
 	if all {
 		c.pause(alone[0].err)
 	}
 	for _, f := range alone {
 		t := f.t
-		if f.stuck {
-			if t.failures++; t.failures == maxFailures {
-				c.log.Warn("an order cannot be cancelled: its rows are locked or too slow; asking again", "order", t.id, "err", f.err)
-			}
-			t.alone = true
-			c.later(t, c.backoff(t.failures))
-			continue
-		}
+		t.slow = false
 		t.failures++
 		if t.failing.IsZero() {
 			t.failing = begun
@@ -103,13 +107,26 @@ func (c *Consumer) cancel(ctx context.Context, batch []*task) {
 	}
 }
 
+// locked puts off an order whose rows somebody else has locked. It is asked about for as long as that lasts, and never parked.
+func (c *Consumer) locked(t *task, err error) {
+	if t.waits++; t.waits == maxFailures {
+		c.log.Warn("an order cannot be cancelled: its rows are locked or too slow; asking again", "order", t.id, "err", err)
+	}
+	t.alone, t.slow = true, true
+	c.later(t, c.backoff(t.waits))
+}
+
 // ask has one transaction of orders cancelled.
 func (c *Consumer) ask(ctx context.Context, part []*task) (outcomes []orders.Outcome, err error) {
 	ids := make([]string, len(part))
 	for i, t := range part {
 		ids[i] = t.id
 	}
-	within, cancel := context.WithTimeout(ctx, c.cfg.CancelTimeout)
+	timeout := c.cfg.CancelTimeout
+	if part[0].alone && !part[0].slow {
+		timeout /= aloneShare
+	}
+	within, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	begun := time.Now()
 	err = c.guarded("cancel", func() (err error) {
@@ -156,7 +173,7 @@ func (c *Consumer) settle(part []*task, outcomes []orders.Outcome) {
 			if o.Remaining <= c.cfg.EarlyWait {
 				c.metrics.early.Inc()
 				// A locked order may have been asked alone; from here on it is an order like any other.
-				t.alone, t.failures, t.failing = false, 0, time.Time{}
+				t.alone, t.slow, t.failures, t.failing = false, false, 0, time.Time{}
 				c.later(t, max(o.Remaining, minEarlyWait))
 				continue
 			}

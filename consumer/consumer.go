@@ -49,7 +49,8 @@ type Config struct {
 	BatchOrders int
 	// BatchWait is how long orders wait for others to make a batch. Default 20 ms.
 	BatchWait time.Duration
-	// Workers is how many transactions run at once. More than 2 made the transactions longer and not more of them. Default 2.
+	// Workers is how many transactions run at once, beside one for orders that others have locked. More than 2 made the transactions
+	// longer and not more of them. Default 2.
 	Workers int
 	// MaxInHand bounds the orders of the messages that are received and not yet acknowledged: what one kill of the process puts
 	// off by the invisible time. It is exceeded by at most one message. Default 2,000.
@@ -175,6 +176,7 @@ type Consumer struct {
 	reserved  int     // orders that the Receives under way may bring
 	guess     float64 // orders of a message, what is reserved for one
 	ready     []*task // to be done now, oldest first
+	slow      []*task // likewise, of locked orders
 	waiting   taskHeap
 	paused    error // why no message is received and nothing is asked; nil: at work
 	since     time.Time
@@ -260,8 +262,9 @@ func (c *Consumer) Run(ctx context.Context) error {
 	}
 	// The others end with hard, and the workers after what they are doing.
 	for range c.cfg.Workers {
-		others.Go(func() { c.work(hard) })
+		others.Go(func() { c.work(hard, false) })
 	}
+	others.Go(func() { c.work(hard, true) })
 	for range c.cfg.Ackers {
 		others.Go(func() { c.acknowledge(hard) })
 	}

@@ -14,7 +14,8 @@
 //
 //	the database is down,          no message is received; those in hand are hidden for longer by ChangeInvisible, so that their
 //	read-only, out of space        delivery attempts are not used up; work goes on by itself
-//	rows are locked by others      the batch is halved until the locked order is alone; it is asked about again, the others are done
+//	rows are locked by others      each order of the batch is asked about alone, with less time; the locked ones again and again, one
+//	                               after the other, beside the rest
 //	an error or panic of one       the batch is halved until the order is alone; it fails three times, while others succeed, and is parked
 //	order's own
 //	every order of a batch fails   taken for the database's trouble: paused and tried again; after [Config.GiveUpAfter] parked all the

@@ -40,7 +40,9 @@ type task struct {
 
 	// alone keeps an order that has failed alone out of the batches of others.
 	alone    bool
-	failures int       // alone
+	slow     bool      // it was locked when it was asked about alone: left to the slow worker
+	waits    int       // how often it was locked
+	failures int       // how often it failed alone
 	failing  time.Time // when the first batch began that failed with it
 }
 
@@ -118,15 +120,21 @@ func (c *Consumer) take(room int, got [][]*task) (surplus []*message) {
 	return surplus
 }
 
-// next waits for something to do: a batch of orders, or one task that stands alone. Nil: nothing more is to be begun.
-func (c *Consumer) next() []*task {
+// next waits for something to do: a batch of orders, or one task that stands alone; for the slow worker, one of the locked orders. Nil:
+// nothing more is to be begun.
+func (c *Consumer) next(slow bool) []*task {
 	for {
 		c.mu.Lock()
 		now := time.Now()
 		for len(c.waiting) > 0 && !c.waiting[0].at.After(now) {
 			t := heap.Pop(&c.waiting).(*task)
 			t.since = now
-			c.ready = append(c.ready, t)
+			if t.slow {
+				c.slow = append(c.slow, t)
+			} else {
+				c.ready = append(c.ready, t)
+			}
+			c.wake() // whoever finds it here need not be the one to do it
 		}
 		if c.stopped {
 			c.mu.Unlock()
@@ -136,6 +144,12 @@ func (c *Consumer) next() []*task {
 		switch {
 		case c.paused != nil:
 			// Until it is over.
+		case slow && len(c.slow) > 0:
+			t := c.slow[0]
+			c.slow = c.slow[1:]
+			c.mu.Unlock()
+			return []*task{t}
+		case slow:
 		case len(c.ready) > 0:
 			n := c.batch()
 			if wait = time.Until(c.ready[0].since.Add(c.cfg.BatchWait)); n > 0 && (wait <= 0 || n == c.cfg.BatchOrders || c.draining) {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -449,4 +450,37 @@ func TestPaidOrdersAreLeftAlone(t *testing.T) {
 	if n := metric(t, r.reg, "lapse_outcomes_total", "already_paid"); n != 1 || w.cancelled(t, ids[:1]) != 0 {
 		t.Errorf("%v outcomes of already paid, want 1, and the order kept", n)
 	}
+}
+
+// An order whose row somebody else has locked, as a payment under way or a forgotten session does.
+func TestALockedRowHoldsUpOnlyItsOwnOrder(t *testing.T) {
+	t.Parallel()
+	w := newWire(t)
+	ids := w.place(t, 50, overdue())
+	tx, err := w.db.SQL.BeginTx(t.Context(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tx.Rollback() //nolint:errcheck // ended below
+	var locked string
+	if err := tx.QueryRowContext(t.Context(), "SELECT id FROM orders WHERE id = "+ids[20]+" FOR UPDATE").Scan(&locked); err != nil {
+		t.Fatal(err)
+	}
+	// The store waits for a lock of a row for 1 s, several times, until the transaction is cut off.
+	store := openStore(t, w.db.DSN+"?innodb_lock_wait_timeout=1")
+	r := startReplica(t, store, w.options(Config{CancelTimeout: 4 * time.Second}))
+	m := w.expire(t, ids...)
+	others := slices.DeleteFunc(slices.Clone(ids), func(id string) bool { return id == locked })
+	until(t, fmt.Sprintf("all but order %s are cancelled", locked), func() bool { return w.cancelled(t, others) == len(others) })
+	if n := metric(t, r.reg, "lapse_cancel_retries_total", "locked"); n == 0 {
+		t.Error("no retry for a lock is counted")
+	}
+	if w.acked(m) != 0 || w.parked(t, orders.ParkedOrder, locked) != 0 {
+		t.Error("the message is done with, and the locked order is not cancelled")
+	}
+	if err := tx.Rollback(); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "the message is acknowledged", func() bool { return w.acked(m) == 1 })
+	w.wantCancelledOnce(t, ids)
 }
