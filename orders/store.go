@@ -114,6 +114,7 @@ func Open(dsn string, cfg Config) (*Store, error) {
 	}
 	parsed.InterpolateParams = true // one round trip a statement instead of three, and no prepared statement left in the server
 	parsed.RejectReadOnly = true
+	parsed.Logger = &mysql.NopLogger{} // it would write to the standard error what the errors say anyway
 	base, err := mysql.NewConnector(parsed)
 	if err != nil {
 		return nil, invalid("the database's DSN for %s is not usable: %v", parsed.Addr, err)
