@@ -138,11 +138,11 @@ func (c *crew) waitReady(ctx context.Context, p *process) error {
 }
 
 func (c *crew) ask(ctx context.Context, p *process) (ready bool, says string) {
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+p.addr+"/readyz", nil)
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+p.addr+"/readyz", nil) //nolint:gosec // an address on the loopback that freeAddr gave
 	if err != nil {
 		return false, err.Error()
 	}
-	response, err := c.client.Do(request)
+	response, err := c.client.Do(request) //nolint:gosec // the same
 	if err != nil {
 		return false, "" // not listening yet
 	}
@@ -233,7 +233,7 @@ func (c *crew) end(grace time.Duration) error {
 // lastWords gives the last lines of the process's log.
 func (p *process) lastWords() string {
 	const lines, bytes = 15, 16 << 10
-	f, err := os.Open(p.log)
+	f, err := os.Open(p.log) //nolint:gosec // in our own folder
 	if err != nil {
 		return "  (" + err.Error() + ")"
 	}

@@ -206,3 +206,23 @@ func TestAnInterruptedShopEndsAtOnceAndBlamesNobody(t *testing.T) {
 		}
 	})
 }
+
+func TestAnExtensionThatCameTooLateIsAnAnswer(t *testing.T) {
+	t.Parallel()
+	for took, refused := range map[time.Duration]bool{7 * time.Second: true, time.Second: false} {
+		synctest.Test(t, func(t *testing.T) {
+			c := newCounter()
+			c.before = func(verb string, _ int) (error, bool) {
+				if verb != "extend" {
+					return nil, false
+				}
+				waitUntil(context.Background(), time.Now().Add(took))
+				return fmt.Errorf("the deadline lies in the past: %w", orders.ErrInvalid), false
+			}
+			a := serve(t.Context(), c, Customer{Amount: 100, Acts: []Act{{After: 5 * time.Second, Extend: 2 * time.Second}}})[0]
+			if (len(a.Failures) == 0) != refused || !a.Deadline.Equal(c.begun.Add(10*time.Second)) {
+				t.Errorf("answered after %s: %+v", took, a)
+			}
+		})
+	}
+}
