@@ -186,7 +186,7 @@ func TestConnectionThatBreaksAnywhereLeavesAllOrNothing(t *testing.T) {
 				t.Errorf("%+v, %v", out, err)
 			}
 			if cutAt < 8 {
-				t.Errorf("only %d statements were seen", n)
+				t.Errorf("only %d statements were seen", n.Load())
 			}
 			break
 		}
