@@ -244,6 +244,11 @@ func (h *hub) judge(o outcome) {
 		h.reopen = time.Now().Add(backoff(h.r.cfg.BackoffMin, h.r.cfg.PauseMax, h.failures))
 		h.r.setSendErr(o.err)
 		h.count()
+		if o.probe {
+			// It was no accident. Another relay may have a better way to the broker, so what would be late by waiting here goes back; the
+			// rest is kept, since rows that are given back leave behind those placed meanwhile.
+			h.back(h.waiting.removeIf(func(m *message) bool { return m.due.Before(m.startBy()) }))
+		}
 	}
 }
 

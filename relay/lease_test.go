@@ -224,3 +224,43 @@ func TestRelayThatDiesBetweenSendAndMarkLeavesTheRowToTheNext(t *testing.T) {
 		t.Errorf("the two messages: %s, %s; want cancelled, already_cancelled", first[0], second[0])
 	}
 }
+
+func TestRelayThatCannotSendLeavesUrgentOrdersToTheOther(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	for i := range 20 {
+		b.place(t, orders.NewOrder{Timeout: 2*time.Second + time.Duration(i)*100*time.Millisecond})
+	}
+	// Its lease outlasts the test: what the other one sends was given back.
+	cut := senderFunc(func(context.Context, relay.Message) (string, error) { return "", errors.New("no route to the broker") })
+	start(t, b.store, cut, relay.Config{Lease: 4 * limit, BackoffMin: 5 * time.Millisecond, PauseMax: 50 * time.Millisecond})
+	eventually(t, "the first relay has failed", func() bool { return b.db.Int(t, "SELECT SUM(attempts) FROM outbox") > 0 })
+	start(t, b.store, &storedAtOnce{}, relay.Config{})
+	b.awaitState(t, "sent", 20)
+}
+
+func TestRowsInHandAreBounded(t *testing.T) {
+	t.Parallel()
+	const rows, most = 2000, 250
+	b := setup(t)
+	fillOutbox(t, b.db, rows, 3)
+	var inHand atomic.Int64
+	store := &outbox{Outbox: b.store}
+	store.claim = func(ctx context.Context, limit int, lease time.Duration) (orders.Claim, error) {
+		c, err := b.store.ClaimOutbox(ctx, limit, lease)
+		if n := inHand.Add(int64(len(c.Rows))); n > most {
+			t.Errorf("%d rows are in hand, the most is %d", n, most)
+		}
+		return c, err
+	}
+	store.markSent = func(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error) {
+		n, err := b.store.MarkSent(ctx, token, ids, messageID, due)
+		if err == nil {
+			inHand.Add(-int64(len(ids)))
+		}
+		return n, err
+	}
+	// The linger outlasts the test: messages leave when no more can be claimed, and do not block the way.
+	start(t, store, &storedAtOnce{}, relay.Config{ClaimLimit: 100, MaxInHand: most, Linger: time.Minute, Lease: time.Hour, Markers: 8})
+	b.awaitState(t, "sent", rows)
+}

@@ -61,6 +61,36 @@ func TestStoppingRelayFinishesWhatIsUnderWayAndGivesTheRestBack(t *testing.T) {
 	}
 }
 
+func TestRowsOfAClaimThatTheStopOvertookAreGivenBack(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.place(t, orders.NewOrder{})
+	claiming, wake := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	store := &outbox{Outbox: b.store, claim: func(ctx context.Context, n int, lease time.Duration) (orders.Claim, error) {
+		c, err := b.store.ClaimOutbox(ctx, n, lease)
+		once.Do(func() {
+			close(claiming)
+			<-wake
+		})
+		return c, err
+	}}
+	s := &storedAtOnce{}
+	r := start(t, store, s, relay.Config{Linger: -1})
+	<-claiming
+	stopped := make(chan struct{})
+	go func() { // ended by wake
+		defer close(stopped)
+		r.stop()
+	}()
+	eventually(t, "the relay stops", func() bool { return errors.Is(r.Ready(), relay.ErrStopped) })
+	close(wake)
+	<-stopped
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM outbox WHERE state = 'pending' AND lease_token IS NULL AND attempts = 0"); n != 1 || s.messages.Load() != 0 {
+		t.Errorf("%d rows were given back and %d messages sent, want 1 and none", n, s.messages.Load())
+	}
+}
+
 func TestStopIsBoundedWhenASendHangs(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
