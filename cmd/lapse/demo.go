@@ -68,7 +68,7 @@ database: its orders have a channel and stock of their own. With --timeout 30m i
 					err = errors.Join(err, report.Print(a.stdout, trial.StyleOf(a.stdout, a.getenv)))
 				}
 			}
-			fmt.Fprintln(demo.Out, "The processes of the demo have ended. The servers stay up; 'make stack-down' or 'scripts/stack down' stops them.")
+			fmt.Fprintln(demo.Out, "The processes of the demo have ended.\nThe servers stay up; 'make stack-down' or 'scripts/stack down' stops them.")
 			if broken {
 				return codeError{err, exitInvariant}
 			}

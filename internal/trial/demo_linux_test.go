@@ -3,18 +3,14 @@ package trial
 import (
 	"bufio"
 	"bytes"
-	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -25,29 +21,6 @@ import (
 	"github.com/lapse-orders/lapse/internal/stacktest"
 	"github.com/lapse-orders/lapse/lapsetest/mysqltest"
 )
-
-// buildLapse builds the binary once for all tests.
-var buildLapse = sync.OnceValues(func() (string, error) {
-	dir, err := os.MkdirTemp("", "lapse-trial-test-")
-	if err != nil {
-		return "", err
-	}
-	binary := filepath.Join(dir, "lapse")
-	out, err := exec.CommandContext(context.Background(), "go", "build", "-o", binary, "github.com/lapse-orders/lapse/cmd/lapse").CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("build lapse: %w\n%s", err, out)
-	}
-	builtIn = dir
-	return binary, nil
-})
-
-var builtIn string // set by buildLapse
-
-func removeBinary() {
-	if builtIn != "" {
-		_ = os.RemoveAll(builtIn)
-	}
-}
 
 // bundle is what one test's demo runs in: a database, a topic and a group of its own, on the shared stack.
 type bundle struct {

@@ -5,8 +5,11 @@ import (
 	"fmt"
 	"net/http"
 	"os"
+	"os/exec"
 	"os/signal"
+	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -76,6 +79,29 @@ func play(role string, args []string) int {
 	case err := <-failed:
 		fmt.Println(err)
 		return 1
+	}
+}
+
+// buildLapse builds the binary once for all tests.
+var buildLapse = sync.OnceValues(func() (string, error) {
+	dir, err := os.MkdirTemp("", "lapse-trial-test-")
+	if err != nil {
+		return "", err
+	}
+	binary := filepath.Join(dir, "lapse")
+	out, err := exec.CommandContext(context.Background(), "go", "build", "-o", binary, "github.com/lapse-orders/lapse/cmd/lapse").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("build lapse: %w\n%s", err, out)
+	}
+	builtIn = dir
+	return binary, nil
+})
+
+var builtIn string // set by buildLapse
+
+func removeBinary() {
+	if builtIn != "" {
+		_ = os.RemoveAll(builtIn)
 	}
 }
 

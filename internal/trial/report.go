@@ -243,7 +243,7 @@ func plural(n int64, word string) string {
 }
 
 // checkIndent is the width of tick, invariant and rows, before what a check says.
-const checkIndent = 17
+const checkIndent = 18
 
 func printCheck(b *strings.Builder, s Style, c orders.Check) {
 	tick := s.paint(green, "✓")
@@ -265,7 +265,7 @@ func printCheck(b *strings.Builder, s Style, c orders.Check) {
 		if v.OrderID == 0 {
 			of = "SKU " + v.SKU
 		}
-		lines := wrap(of+": "+v.Detail, s.Width-checkIndent)
+		lines := wrap(of+": "+v.Detail, s.Width-checkIndent-2)
 		fmt.Fprintf(b, "%*s%s\n", checkIndent, "", lines[0])
 		for _, more := range lines[1:] {
 			fmt.Fprintf(b, "%*s  %s\n", checkIndent, "", more)

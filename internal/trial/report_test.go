@@ -133,9 +133,12 @@ func TestTheReportIsPrintedLikeThis(t *testing.T) {
 
 func TestNoLineOfAReportIsWiderThanTheTerminal(t *testing.T) {
 	t.Parallel()
-	for _, width := range []int{80, 100, 120, 300} {
+	// Words of one letter fill every line to its end.
+	report := example(true)
+	report.Checks[1].Says, report.Checks[1].Examples[0].Detail = strings.Repeat("a ", 200), strings.Repeat("b ", 200)
+	for _, width := range []int{80, 81, 100, 120, 300} {
 		var b strings.Builder
-		if err := example(true).Print(&b, Style{Width: width}); err != nil {
+		if err := report.Print(&b, Style{Width: width}); err != nil {
 			t.Fatal(err)
 		}
 		for line := range strings.Lines(b.String()) {
