@@ -6,6 +6,7 @@ import (
 	"context"
 	"database/sql"
 	"errors"
+	"slices"
 	"testing"
 	"time"
 
@@ -47,16 +48,18 @@ func send(t testing.TB, p *rmq.Producer, topic string, due time.Time, ids ...str
 	}
 }
 
-// spread places orders that fall due evenly over a span from now on, and sends their messages, one for each tick that has any.
+// spread makes n orders that fall due evenly over a span from now on, and sends their messages, one for each tick that has any. They are
+// placed first, whatever time that takes on a busy machine, and get their deadlines then.
 func (s *shop) spread(t testing.TB, p *rmq.Producer, topic string, n int, from, span time.Duration) (ids []string) {
 	t.Helper()
 	const each = 10
-	begin := time.Now().Add(from).Truncate(tick)
-	for i := range n / each {
-		due := begin.Add(span * time.Duration(i) / time.Duration(n/each)).Truncate(tick).Add(tick)
-		some := s.place(t, each, due)
+	ids = s.place(t, n, time.Now().Add(time.Hour))
+	begin := time.Now().Add(from)
+	for some := range slices.Chunk(ids, each) {
+		due := begin.Truncate(tick).Add(tick)
+		s.db.Exec(t, "UPDATE orders SET deadline_at = ? WHERE id IN "+in(some), due.UTC().Format("2006-01-02 15:04:05.000"))
 		send(t, p, topic, due, some...)
-		ids = append(ids, some...)
+		begin = begin.Add(span / time.Duration(n/each))
 	}
 	return ids
 }
