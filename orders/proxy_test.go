@@ -29,6 +29,8 @@ type proxy struct {
 	judge  atomic.Pointer[func(statement string) verdict]
 	lis    net.Listener
 	wg     sync.WaitGroup
+	// rewrite changes statements on their way. Set it before the first connection.
+	rewrite *strings.Replacer
 
 	mu         sync.Mutex // guards both
 	statements []string
@@ -139,6 +141,11 @@ func (p *proxy) forward(client, server net.Conn, mute *atomic.Bool) {
 			p.mu.Lock()
 			p.statements = append(p.statements, statement)
 			p.mu.Unlock()
+			if p.rewrite != nil && packet[4] == query {
+				text := p.rewrite.Replace(string(packet[5:]))
+				packet = append(packet[:5:5], text...)
+				binary.LittleEndian.PutUint32(packet, uint32(len(text)+1)) //nolint:gosec // the highest byte is the sequence number, 0
+			}
 			if judge := p.judge.Load(); judge != nil {
 				switch (*judge)(statement) {
 				case cutBefore:
