@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -19,6 +21,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lapse-orders/lapse/configs"
+	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/migrations"
 	"github.com/lapse-orders/lapse/orders"
 )
@@ -345,6 +348,73 @@ func TestTheLogFollowsLevelAndFormat(t *testing.T) {
 		if got := b.String(); !strings.Contains(got, tc.want) || tc.want == "" && got != "" {
 			t.Errorf("%s, %s: the log is %q, want %q in it", tc.level, tc.format, got, tc.want)
 		}
+	}
+}
+
+func TestOnlyAMissingTopicIsKeptFromTheLogOfDeadLetters(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		err   error
+		level string
+		want  string
+	}{
+		{fmt.Errorf("ask for topic: %w", &rmq.StatusError{Code: 40402}), "info", ""},
+		{fmt.Errorf("ask for topic: %w", &rmq.StatusError{Code: 40402}), "debug", `"level":"DEBUG"`},
+		{&rmq.StatusError{Code: 40403, Message: "no such group"}, "info", `"level":"WARN"`},
+		{errors.New("connection refused"), "info", `"level":"WARN"`},
+	} {
+		var b output
+		slog.New(untilFirstDeadLetter{newLogger(&b, tc.level, "json").Handler()}).With("service", "consume").Warn("rocketmq is not ready", "err", tc.err)
+		if got := b.String(); !strings.Contains(got, tc.want) || tc.want == "" && got != "" {
+			t.Errorf("%v at level %s: the log is %q, want %q in it", tc.err, tc.level, got, tc.want)
+		}
+	}
+}
+
+func TestReadinessIsLoggedWhenItChanges(t *testing.T) {
+	t.Parallel()
+	var b output
+	var database, broker error
+	reg := prometheus.NewRegistry()
+	w, err := newWatch("relay", []check{
+		{name: checkDatabase, ready: func(context.Context) error { return database }},
+		{name: checkBroker, ready: func(context.Context) error { return broker }},
+		{name: "relay", ready: func(context.Context) error { return errors.Join(database, broker) }, loop: true},
+	}, newLogger(&b, "info", "json"), reg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	look := func(when, log, answer string) {
+		t.Helper()
+		before := len(b.String())
+		w.look(t.Context())
+		w.look(t.Context())
+		got := regexp.MustCompile(`"time":"[^"]*",`).ReplaceAllString(b.String()[before:], "")
+		if got != log {
+			t.Errorf("%s: the log is %q, want %q", when, got, log)
+		}
+		rec := httptest.NewRecorder()
+		w.ServeHTTP(rec, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/readyz", nil))
+		if body := rec.Body.String(); !strings.Contains(body, answer) || (rec.Code == http.StatusOK) != strings.Contains(body, `"ready": true,
+  "service"`) {
+			t.Errorf("%s: /readyz answers %d %s, want %q in it", when, rec.Code, body, answer)
+		}
+	}
+	broker = errors.New("no route")
+	look("at the start", `{"level":"INFO","msg":"waiting","for":"broker,relay"}`+"\n", `"missing": "waits for the broker"`)
+	broker = nil
+	look("when all is there", `{"level":"INFO","msg":"ready"}`+"\n", `"version"`)
+	database = errors.New("connection refused")
+	look("when the database goes", `{"level":"WARN","msg":"not ready","missing":"database,relay","err":"connection refused"}`+"\n", `"missing": "connection refused"`)
+	database, broker = nil, errors.New("no route")
+	look("when the broker goes instead", `{"level":"WARN","msg":"not ready","missing":"broker,relay"}`+"\n", `"missing": "no route"`)
+	broker = nil
+	look("when it is back", `{"level":"INFO","msg":"ready"}`+"\n", `"version"`)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	w.run(ctx)
+	if got := gathered(t, reg)["lapse_ready"]; got != 0 {
+		t.Errorf("lapse_ready is %v at the end, want 0", got)
 	}
 }
 

@@ -2,10 +2,12 @@ package main
 
 import (
 	"context"
+	"log/slog"
 
 	"github.com/spf13/cobra"
 
 	"github.com/lapse-orders/lapse/consumer"
+	"github.com/lapse-orders/lapse/internal/rmq"
 )
 
 func (a *app) consumeCmd() *cobra.Command {
@@ -64,7 +66,9 @@ func assembleConsumer(s *service) (*parts, error) {
 	if err != nil {
 		return p, err
 	}
-	dead, err := consumer.Connect(s.rocketmq(), consumer.DeadLetterGroup(group), consumer.DeadLetterTopic(group))
+	deadBroker := s.rocketmq()
+	deadBroker.Logger = slog.New(untilFirstDeadLetter{s.log.Handler()})
+	dead, err := consumer.Connect(deadBroker, consumer.DeadLetterGroup(group), consumer.DeadLetterTopic(group))
 	if err != nil {
 		return p, err
 	}
@@ -75,8 +79,40 @@ func assembleConsumer(s *service) (*parts, error) {
 	}
 	p.run = []func(context.Context) error{worker.Run, letters.Run}
 	p.checks = []check{
-		{"broker", func(context.Context) error { return source.Ready() }},
-		{"consumer", func(context.Context) error { return worker.Ready() }},
+		{name: checkBroker, ready: func(context.Context) error { return source.Ready() }},
+		{name: "consumer", ready: func(context.Context) error { return worker.Ready() }, loop: true},
 	}
 	return p, nil
+}
+
+// topicNotFound is the code of the RocketMQ 5 protocol for a topic that is not there.
+const topicNotFound = 40402
+
+// untilFirstDeadLetter takes the log of the connection to the dead letters. The broker makes their topic for the first one, so that it is
+// missing is how it should be, and a warning at every start, with advice to create it, would be a lie. A missing group stays a warning.
+type untilFirstDeadLetter struct{ slog.Handler }
+
+// Handle implements slog.Handler.
+func (h untilFirstDeadLetter) Handle(ctx context.Context, r slog.Record) error {
+	r.Attrs(func(a slog.Attr) bool {
+		err, isErr := a.Value.Any().(error)
+		if code, refused := rmq.Code(err); isErr && refused && code == topicNotFound {
+			r.Level = slog.LevelDebug
+		}
+		return true
+	})
+	if !h.Enabled(ctx, r.Level) {
+		return nil
+	}
+	return h.Handler.Handle(ctx, r)
+}
+
+// WithAttrs implements slog.Handler.
+func (h untilFirstDeadLetter) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return untilFirstDeadLetter{h.Handler.WithAttrs(attrs)}
+}
+
+// WithGroup implements slog.Handler.
+func (h untilFirstDeadLetter) WithGroup(name string) slog.Handler {
+	return untilFirstDeadLetter{h.Handler.WithGroup(name)}
 }

@@ -64,8 +64,8 @@ func assembleRelay(s *service) (*parts, error) {
 	}
 	p.run = []func(context.Context) error{r.Run}
 	p.checks = []check{
-		{"broker", func(context.Context) error { return sender.Ready() }},
-		{"relay", func(context.Context) error { return r.Ready() }},
+		{name: checkBroker, ready: func(context.Context) error { return sender.Ready() }},
+		{name: "relay", ready: func(context.Context) error { return r.Ready() }, loop: true},
 	}
 	return p, nil
 }

@@ -9,6 +9,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/pprof"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -28,7 +30,15 @@ type check struct {
 	name string
 	// ready is nil, or what is missing. It returns when ctx ends.
 	ready func(ctx context.Context) error
+	// loop says that it is the work itself, which needs everything before it.
+	loop bool
 }
+
+const (
+	checkDatabase = "database"
+	checkBroker   = "broker"
+	starting      = "starting" // what is missing before the first look
+)
 
 // readiness is the answer of /readyz.
 type readiness struct {
@@ -63,7 +73,7 @@ func newWatch(service string, checks []check, log *slog.Logger, reg prometheus.R
 	w.last = readiness{Service: service, Version: readBuild().Version}
 	for _, c := range checks {
 		w.gauge.WithLabelValues(c.name).Set(0)
-		w.last.Checks = append(w.last.Checks, checked{Name: c.name, Missing: "starting"})
+		w.last.Checks = append(w.last.Checks, checked{Name: c.name, Missing: starting})
 	}
 	return w, reg.Register(w.gauge)
 }
@@ -85,27 +95,40 @@ func (w *watch) run(ctx context.Context) {
 
 func (w *watch) look(ctx context.Context) {
 	missing := make(map[string]string, len(w.checks))
+	var names []string
 	for _, c := range w.checks {
 		ctx, cancel := context.WithTimeout(ctx, lookTimeout)
 		err := c.ready(ctx)
 		cancel()
-		if err != nil {
-			missing[c.name] = err.Error()
+		if err == nil {
+			continue
 		}
+		missing[c.name] = err.Error()
+		if c.loop && len(names) > 0 {
+			missing[c.name] = "waits for the " + strings.Join(names, " and the ") // whose reasons it would only repeat
+		}
+		names = append(names, c.name)
 	}
 	if ctx.Err() != nil {
 		return // what failed now says nothing
 	}
 	before, now := w.set(func(c checked) string { return missing[c.Name] })
-	switch {
-	case now.Ready && !before.Ready:
+	if slices.EqualFunc(before.Checks, now.Checks, func(a, b checked) bool {
+		return a.Ready == b.Ready && (a.Missing == starting) == (b.Missing == starting)
+	}) {
+		return
+	}
+	switch why, down := missing[checkDatabase]; {
+	case now.Ready:
 		w.log.Info("ready")
-	case !now.Ready:
-		for i, c := range now.Checks {
-			if b := before.Checks[i]; !c.Ready && (b.Ready || b.Missing == "starting") {
-				w.log.Warn("not ready", "check", c.Name, "missing", c.Missing)
-			}
-		}
+	case down:
+		w.log.Warn("not ready", "missing", strings.Join(names, ","), "err", why)
+	case before.Checks[0].Missing == starting:
+		// Every start takes its second or two, which is nothing to warn of.
+		w.log.Info("waiting", "for", strings.Join(names, ","))
+	default:
+		// The parts have logged their own reasons.
+		w.log.Warn("not ready", "missing", strings.Join(names, ","))
 	}
 }
 

@@ -82,7 +82,7 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 	if err := s.reg.Register(sampler); err != nil {
 		return err
 	}
-	watch, err := newWatch(name, append([]check{{"database", s.store.Ready}}, p.checks...), s.log, s.reg)
+	watch, err := newWatch(name, append([]check{{name: checkDatabase, ready: s.store.Ready}}, p.checks...), s.log, s.reg)
 	if err != nil {
 		return err
 	}

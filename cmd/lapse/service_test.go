@@ -281,6 +281,12 @@ func TestOrderIsCancelledByRelayAndConsumer(t *testing.T) {
 		if strings.Contains(p.stderr.String(), "database is closed") {
 			t.Errorf("%s used the database after closing it", name)
 		}
+		for line := range strings.Lines(p.stderr.String()) {
+			// The topic of the dead letters is missing before the first one.
+			if strings.Contains(line, "%DLQ%") && !strings.Contains(line, `"level":"DEBUG"`) {
+				t.Errorf("%s warns of what is in order: %s", name, line)
+			}
+		}
 	}
 }
 
