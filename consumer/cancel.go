@@ -166,6 +166,8 @@ func (c *Consumer) isPoison(t *task) bool {
 // settle goes through the outcomes of a transaction.
 func (c *Consumer) settle(part []*task, outcomes []orders.Outcome) {
 	ended := make([]*task, 0, len(part))
+	var early []*task
+	now := time.Now()
 	for i, t := range part {
 		o := outcomes[i]
 		switch o.Result {
@@ -174,7 +176,8 @@ func (c *Consumer) settle(part []*task, outcomes []orders.Outcome) {
 				c.metrics.early.Inc()
 				// A locked order may have been asked alone; from here on it is an order like any other.
 				t.alone, t.slow, t.failures, t.failing = false, false, 0, time.Time{}
-				c.later(t, max(o.Remaining, minEarlyWait))
+				t.at = now.Add(max(o.Remaining, minEarlyWait))
+				early = append(early, t)
 				continue
 			}
 		case orders.ResultCancelled:
@@ -190,6 +193,7 @@ func (c *Consumer) settle(part []*task, outcomes []orders.Outcome) {
 		ended = append(ended, t)
 	}
 	c.end(ended)
+	c.wait(early)
 }
 
 // park keeps an order or a message, and ends its task.

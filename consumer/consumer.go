@@ -143,7 +143,7 @@ func (c Config) validate() error {
 	}{
 		{"BatchWait", c.BatchWait, 1, time.Second}, {"EarlyWait", c.EarlyWait, 1, time.Minute},
 		{"Invisible", c.Invisible, 10 * time.Second, 12 * time.Hour}, // the proxy's limits (40011 otherwise)
-		{"CancelTimeout", c.CancelTimeout, 1, c.Invisible - 1},
+		{"CancelTimeout", c.CancelTimeout, 100 * time.Millisecond, c.Invisible - 1},
 		{"ShutdownGrace", c.ShutdownGrace, 1, time.Hour}, {"NewerVersionDelay", c.NewerVersionDelay, time.Second, maxNewerVersionDelay},
 		{"BackoffMin", c.BackoffMin, 1, c.BackoffMax}, {"BackoffMax", c.BackoffMax, 1, time.Hour},
 		{"GiveUpAfter", c.GiveUpAfter, 1, 24 * time.Hour},

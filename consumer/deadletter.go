@@ -11,7 +11,6 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/orders"
 )
 
@@ -92,7 +91,7 @@ func (w *DeadLetters) Run(ctx context.Context) error {
 			break // what came at the last moment shows again after its time
 		}
 		if err != nil {
-			if !errors.Is(err, rmq.ErrNotReady) {
+			if !errors.Is(err, ErrNotReady) {
 				w.cfg.Logger.Warn("dead letters cannot be received", "err", err)
 			}
 			sleep(ctx, w.cfg.Retry)

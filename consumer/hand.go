@@ -46,6 +46,9 @@ type task struct {
 	failing  time.Time // when the first batch began that failed with it
 }
 
+// isSlow says which queue the task belongs to. Parking waits for no order's lock.
+func (t *task) isSlow() bool { return t.slow && t.park == nil }
+
 // taskHeap has the soonest task first.
 type taskHeap []*task
 
@@ -129,7 +132,7 @@ func (c *Consumer) next(slow bool) []*task {
 		for len(c.waiting) > 0 && !c.waiting[0].at.After(now) {
 			t := heap.Pop(&c.waiting).(*task)
 			t.since = now
-			if t.slow {
+			if t.isSlow() {
 				c.slow = append(c.slow, t)
 			} else {
 				c.ready = append(c.ready, t)
@@ -204,16 +207,32 @@ func (c *Consumer) pop(n int) []*task {
 	return tasks
 }
 
-// putBack returns tasks to the front of the queue.
+// putBack returns tasks to the front of the queue that they belong to, which is one and the same for all of them.
 func (c *Consumer) putBack(tasks []*task) {
-	c.set(func() { c.ready = append(append([]*task(nil), tasks...), c.ready...) })
+	c.set(func() {
+		queue := &c.ready
+		if tasks[0].isSlow() {
+			queue = &c.slow
+		}
+		*queue = append(append([]*task(nil), tasks...), *queue...)
+	})
 }
 
 // later puts a task off.
 func (c *Consumer) later(t *task, d time.Duration) {
+	t.at = time.Now().Add(d)
+	c.wait([]*task{t})
+}
+
+// wait puts tasks off until their instants.
+func (c *Consumer) wait(tasks []*task) {
+	if len(tasks) == 0 {
+		return
+	}
 	c.set(func() {
-		t.at = time.Now().Add(d)
-		heap.Push(&c.waiting, t)
+		for _, t := range tasks {
+			heap.Push(&c.waiting, t)
+		}
 	})
 }
 

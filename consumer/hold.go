@@ -7,8 +7,6 @@ import (
 	"errors"
 	"sync"
 	"time"
-
-	"github.com/lapse-orders/lapse/internal/rmq"
 )
 
 const (
@@ -30,7 +28,7 @@ func (c *Consumer) acknowledge(ctx context.Context) {
 			err := c.call(ctx, m, true, func(ctx context.Context) error { return c.source.Ack(ctx, m.Delivery) })
 			result := ackOK
 			switch {
-			case errors.Is(err, rmq.ErrHandleExpired):
+			case errors.Is(err, ErrHandleExpired):
 				result = ackExpired
 			case err != nil:
 				result = ackFailed
@@ -93,7 +91,7 @@ func (c *Consumer) renewOne(ctx context.Context, m *message) {
 	switch {
 	case err == nil:
 		m.hidden = until
-	case errors.Is(err, rmq.ErrHandleExpired), time.Now().After(m.hidden):
+	case errors.Is(err, ErrHandleExpired), time.Now().After(m.hidden):
 		// Others get it. What is under way for it here goes on: whoever comes second finds nothing to do.
 		m.lost = true
 	}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/orders"
 )
 
@@ -40,7 +39,7 @@ func (c *Consumer) receive(ctx context.Context) {
 			continue
 		}
 		c.metrics.receiveErrors.Inc()
-		if failures++; failures == 1 && !errors.Is(err, rmq.ErrNotReady) {
+		if failures++; failures == 1 && !errors.Is(err, ErrNotReady) {
 			c.log.Warn("messages cannot be received", "err", err)
 		}
 		if !sleep(ctx, c.backoff(failures)) {

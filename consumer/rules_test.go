@@ -300,6 +300,69 @@ func TestALockedOrderIsAskedAgainAndHoldsNothingUp(t *testing.T) {
 	}
 }
 
+func TestManyLockedOrdersWaitForEachOtherAlone(t *testing.T) {
+	t.Parallel()
+	source, store := newFakeSource(), newFakeStore()
+	locked := numbers(10, 10)
+	var waiting, most atomic.Int64
+	store.on = func(ctx context.Context, ids []string) ([]orders.Outcome, error) {
+		if !slices.ContainsFunc(ids, func(id string) bool { return slices.Contains(locked, id) }) {
+			return nil, nil
+		}
+		n := waiting.Add(1)
+		defer waiting.Add(-1)
+		most.Store(max(most.Load(), n))
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	first := source.expire(t, numbers(1, 30)...)
+	b := setup(t, Config{CancelTimeout: 800 * time.Millisecond, ShutdownGrace: time.Second}, source, store).run(t)
+	until(t, "the orders that are not locked are cancelled", func() bool { return store.allCancelled(append(numbers(1, 9), numbers(20, 10)...)...) })
+	until(t, "each locked order was asked about alone", func() bool {
+		alone := map[string]bool{}
+		for _, ids := range store.asked() {
+			if len(ids) == 1 && slices.Contains(locked, ids[0]) {
+				alone[ids[0]] = true
+			}
+		}
+		return len(alone) == len(locked)
+	})
+	until(t, "the workers are free", func() bool { return waiting.Load() <= 1 })
+	most.Store(0)
+	for i := range 20 {
+		m := source.expire(t, numbers(100+10*i, 10)...)
+		until(t, "another message is acknowledged", func() bool { return source.acked(m) })
+	}
+	if n := most.Load(); n > 1 {
+		t.Errorf("%d transactions waited for locks at once, want one beside the workers", n)
+	}
+	if source.acked(first) {
+		t.Error("the message of the locked orders is acknowledged")
+	}
+	b.stop()
+	b.ended(t)
+}
+
+func TestAnEarlyOrderIsWaitedForAtTheStop(t *testing.T) {
+	t.Parallel()
+	source, store := newFakeSource(), newFakeStore()
+	due := time.Now().Add(300 * time.Millisecond)
+	store.on = func(_ context.Context, ids []string) ([]orders.Outcome, error) {
+		if left := time.Until(due); left > 0 {
+			return []orders.Outcome{{ID: ids[0], Result: orders.ResultNotDue, Remaining: left}}, nil
+		}
+		return nil, nil
+	}
+	m := source.expire(t, "1")
+	b := setup(t, Config{}, source, store).run(t)
+	until(t, "it has been asked about", func() bool { return len(store.asked()) > 0 })
+	b.stop()
+	b.ended(t)
+	if !source.acked(m) || !store.allCancelled("1") {
+		t.Error("the order was not waited for")
+	}
+}
+
 func TestWhileTheDatabaseIsAwayNothingIsReceivedAndWhatIsInHandStaysHidden(t *testing.T) {
 	t.Parallel()
 	for name, away := range map[string]error{
