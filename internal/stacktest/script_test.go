@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -186,6 +187,30 @@ func TestServerThatCannotStartShowsItsLastWords(t *testing.T) {
 	out, code := call([]string{"STACK_BROKER_HEAP=nonsense"}, "up", "--only", "rocketmq")
 	if code != 1 || !strings.Contains(out, "broker ended before") || !strings.Contains(out, "-Xmsnonsense") || !strings.Contains(out, "What to do:") {
 		t.Errorf("exit %d, want 1 with Java's complaint:\n%s", code, out)
+	}
+}
+
+func TestServerThatIgnoresTheSignalIsKilledAndSaidSo(t *testing.T) {
+	t.Parallel()
+	call, _, _ := newScript(t)
+	if out, code := call(nil, "up", "--only", "namesrv"); code != 0 {
+		t.Fatalf("up: exit %d\n%s", code, out)
+	}
+	out, _ := call(nil, "status")
+	pid := serverPid(t, out, "namesrv")
+	// A stopped process keeps SIGTERM pending, like a broker that hangs in its shutdown.
+	if err := syscall.Kill(pid, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	out, code := call([]string{"STACK_STOP_TIMEOUT=1"}, "down")
+	if code != 0 || !strings.Contains(out, "did not stop within 1 s and is killed") {
+		t.Errorf("down: exit %d\n%s", code, out)
+	}
+	if err := syscall.Kill(pid, 0); err == nil {
+		// A zombie that nobody has reaped yet is gone as far as its files are concerned.
+		if stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid)); err == nil && !strings.Contains(string(stat), ") Z ") {
+			t.Errorf("still there after down: %s", stat)
+		}
 	}
 }
 
