@@ -310,7 +310,7 @@ func (d *demo) watch(ctx context.Context, crew *crew, victim *process, customers
 				return nil, err
 			}
 			coming = false
-			k := Kill{Process: victim.name, After: seconds(killedAt.Sub(d.started)), Back: seconds(time.Since(killedAt))}
+			k := Kill{Process: victim.name, After: seconds(killedAt.Sub(d.started)), Back: seconds(time.Since(killedAt)), at: killedAt.Add(ahead)}
 			kills = append(kills, k)
 			d.display.Say("%s  %s is ready again", clock(time.Since(d.started)), victim.name)
 			continue
@@ -396,6 +396,7 @@ func (d *demo) report(ctx context.Context, kills []Kill) (Report, error) {
 		Timeout: d.cfg.Timeout.String(), Seed: d.cfg.Seed, Lateness: lateness(rows), Kills: kills,
 	}
 	r.Kinds, r.Total = tally(accounts, rows)
+	countLong(r.Kills, rows)
 	audit, err := d.audit(ctx, rows)
 	if err != nil {
 		return Report{}, err

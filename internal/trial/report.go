@@ -64,6 +64,8 @@ type Lateness struct {
 	P50    int64 `json:"p50_ms"`
 	P99    int64 `json:"p99_ms"`
 	Max    int64 `json:"max_ms"`
+	// Long is how many were later than a second.
+	Long int `json:"over_1s"`
 }
 
 // Kill is one process that was killed and came back.
@@ -72,7 +74,18 @@ type Kill struct {
 	// After is when it was killed, since the run's start; Back is how long it took until its successor was ready.
 	After float64 `json:"after_seconds"`
 	Back  float64 `json:"ready_again_seconds"`
+	// Long is how many orders were later than a second that fell due within 2 s of the kill: what it had in hand comes back after the
+	// invisible time, what the broker was about to give it after 3 s.
+	Long int `json:"over_1s"`
+
+	at time.Time // by the database's clock
 }
+
+// long is the lateness that a report counts: ten ticks of the broker.
+const long = time.Second
+
+// aroundKill is how far from a kill a deadline is put down to it.
+const aroundKill = 2 * time.Second
 
 // tally sums up the ledger and the database by kind.
 func tally(accounts []Account, rows map[int64]Row) (kinds []KindLine, total KindLine) {
@@ -116,12 +129,29 @@ func lateness(rows map[int64]Row) Lateness {
 	var late []time.Duration
 	for _, r := range rows {
 		if r.byTimeout() {
-			late = append(late, r.CancelledAt.Sub(r.DeadlineAt))
+			late = append(late, r.late())
 		}
 	}
 	slices.Sort(late)
-	return Lateness{
+	l := Lateness{
 		Orders: len(late), P50: percentile(late, 50).Milliseconds(), P99: percentile(late, 99).Milliseconds(), Max: percentile(late, 100).Milliseconds(),
+	}
+	for _, d := range late {
+		if d > long {
+			l.Long++
+		}
+	}
+	return l
+}
+
+// countLong fills in how many orders each kill made late.
+func countLong(kills []Kill, rows map[int64]Row) {
+	for i, k := range kills {
+		for _, r := range rows {
+			if r.byTimeout() && r.late() > long && r.DeadlineAt.Sub(k.at).Abs() <= aroundKill {
+				kills[i].Long++
+			}
+		}
 	}
 }
 
@@ -223,8 +253,13 @@ func money(minor int64) string {
 
 func (r Report) printLateness(b *strings.Builder, s Style) {
 	fmt.Fprintf(b, "%s of %d cancels by timeout: p50 %s, p99 %s, max %s\n", s.paint(bold, "lateness"), r.Lateness.Orders, millis(r.Lateness.P50), millis(r.Lateness.P99), millis(r.Lateness.Max))
+	killed := 0
 	for _, k := range r.Kills {
 		fmt.Fprintf(b, "%s was killed after %.1f s, its successor was ready in %.1f s\n", k.Process, k.After, k.Back)
+		killed += k.Long
+	}
+	if r.Lateness.Long > 0 {
+		fmt.Fprintf(b, "later than 1 s: %d, of which %d fell due within 2 s of a kill\n", r.Lateness.Long, killed)
 	}
 }
 

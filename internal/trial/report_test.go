@@ -48,8 +48,12 @@ func TestLatenessIsThatOfTimeoutsAlone(t *testing.T) {
 		3: {Status: orders.Paid, DeadlineAt: noon},
 		4: {Status: orders.Cancelled, Reason: orders.ReasonTimeout, DeadlineAt: noon, CancelledAt: noon.Add(4 * time.Second)},
 	}
-	if got, want := lateness(rows), (Lateness{Orders: 2, P50: 120, P99: 4000, Max: 4000}); got != want {
+	if got, want := lateness(rows), (Lateness{Orders: 2, P50: 120, P99: 4000, Max: 4000, Long: 1}); got != want {
 		t.Errorf("%+v, want %+v", got, want)
+	}
+	kills := []Kill{{at: noon.Add(time.Second)}, {at: noon.Add(time.Minute)}}
+	if countLong(kills, rows); kills[0].Long != 1 || kills[1].Long != 0 {
+		t.Errorf("%+v, want the late one put down to the first kill", kills)
 	}
 }
 
@@ -77,7 +81,7 @@ func example(broken bool) Report {
 	accounts, rows := agreeing()
 	r := Report{
 		Run: "demo-0", StartedAt: noon, Took: 41.2, Orders: 8, Rate: 20, Timeout: "10s", Seed: 1, Holds: !broken,
-		Lateness: Lateness{Orders: 3, P50: 95, P99: 498, Max: 13504}, Kills: []Kill{{Process: "consumer 1", After: 18, Back: 1.1}},
+		Lateness: Lateness{Orders: 3, P50: 95, P99: 498, Max: 13504, Long: 1}, Kills: []Kill{{Process: "consumer 1", After: 18, Back: 1.1, Long: 1}},
 		Checks: []orders.Check{
 			{Invariant: "I1", Name: "paid_is_not_cancelled", Says: "no cancelled order has an accepted payment", Rows: 185},
 			{Invariant: "I2", Name: "each_move_once", Rows: 733,

@@ -36,6 +36,9 @@ func (r Row) byTimeout() bool {
 	return r.Status == orders.Cancelled && r.Reason == orders.ReasonTimeout
 }
 
+// late is the lateness of a cancelled order.
+func (r Row) late() time.Duration { return r.CancelledAt.Sub(r.DeadlineAt) }
+
 // layout is how MySQL writes a DATETIME(3).
 const layout = "2006-01-02 15:04:05.999"
 
