@@ -200,7 +200,12 @@ func (c *connector[C]) withFix(err error, group string) error {
 	switch {
 	case group != "" && (v2.Code(code) == v2.Code_CONSUMER_GROUP_NOT_FOUND || transportCode(err) == codes.InvalidArgument):
 		// The proxy ends the stream with InvalidArgument; the code 40403 is in its text.
-		return fmt.Errorf("%s refuses consumer group %s; if it does not exist, create it with: mqadmin updateSubGroup -n NAMESERVER:9876 -c DefaultCluster -g %s -r 16: %w", c.cfg.Endpoints, group, group, err)
+		retries := 16
+		if slices.ContainsFunc(c.topics, func(t string) bool { return strings.HasPrefix(t, "%DLQ%") }) {
+			// A dead letter keeps the count of its deliveries: a reader with fewer retries than that never sees it.
+			retries = 1000
+		}
+		return fmt.Errorf("%s refuses consumer group %s; if it does not exist, create it with: mqadmin updateSubGroup -n NAMESERVER:9876 -c DefaultCluster -g %s -r %d: %w", c.cfg.Endpoints, group, group, retries, err)
 	case v2.Code(code) == v2.Code_UNAUTHORIZED || v2.Code(code) == v2.Code_FORBIDDEN:
 		return fmt.Errorf("%s refuses the credentials; check access key, secret key and the rights of that user: %w", c.cfg.Endpoints, err)
 	}
