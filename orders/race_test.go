@@ -410,8 +410,12 @@ func (b *bundle) deadlock(id int64, verb func()) {
 // waiting counts the transactions of this database that wait for a lock.
 func (b *bundle) waiting() int64 {
 	b.t.Helper()
-	return b.db.Int(b.t, `SELECT COUNT(*) FROM information_schema.INNODB_TRX x JOIN information_schema.PROCESSLIST p ON p.ID = x.trx_mysql_thread_id
-		WHERE p.DB = DATABASE() AND x.trx_state = 'LOCK WAIT'`)
+	// MySQL's PROCESSLIST fails on a statement of any session that has binary text in it.
+	sessions := "performance_schema.threads p ON p.PROCESSLIST_ID = x.trx_mysql_thread_id AND p.PROCESSLIST_DB"
+	if b.isMariaDB() {
+		sessions = "information_schema.PROCESSLIST p ON p.ID = x.trx_mysql_thread_id AND p.DB"
+	}
+	return b.db.Int(b.t, "SELECT COUNT(*) FROM information_schema.INNODB_TRX x JOIN "+sessions+" = DATABASE() WHERE x.trx_state = 'LOCK WAIT'")
 }
 
 // TestUnknownIDInACancelBlocksNoInsert: at REPEATABLE READ the lock of a missing row is the lock of a gap, and every order that is placed

@@ -480,68 +480,66 @@ func TestNestedTransactionsOfTheCaller(t *testing.T) {
 
 func TestDeadlockInACallersTransactionIsTheirsToRetryAndNothingFollowsIt(t *testing.T) {
 	t.Parallel()
-	b := setup(t)
-	b.shopTable()
-	b.stock("tea", 10)
-	p := newProxy(t, b.db.DSN, func(c *mysql.Config) { c.InterpolateParams = true })
-	db, err := gorm.Open(gormmysql.Open(p.dsn), &gorm.Config{Logger: logger.Discard})
-	if err != nil {
-		t.Fatal(err)
-	}
-	pool, err := db.DB()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = pool.Close() }()
-	for name, verb := range map[string]func(tx *gorm.DB, id int64) error{
-		"cancel": func(tx *gorm.DB, id int64) error {
+	for name, verb := range map[string]func(b *bundle, tx *gorm.DB, id int64) error{
+		"cancel": func(b *bundle, tx *gorm.DB, id int64) error {
 			_, err := b.store.CancelTx(b.ctx, tx, id, "u1", "changed my mind")
 			return err
 		},
-		"pay": func(tx *gorm.DB, id int64) error {
+		"pay": func(b *bundle, tx *gorm.DB, id int64) error {
 			_, err := b.store.RecordPaymentTx(b.ctx, tx, payment(id))
 			return err
 		},
 	} {
-		id := b.place(items(orders.Item{SKU: "tea", Quantity: 3, Price: 100})).ID
-		before := b.dump(id)
-		b.deadlock(id, func() {
-			tx := db.Begin()
-			if err := tx.Exec("INSERT INTO shop_rows VALUES (1)").Error; err != nil {
-				t.Error(err)
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			b := setup(t)
+			b.shopTable()
+			b.stock("tea", 10)
+			p := newProxy(t, b.db.DSN)
+			db := b.shop(&gorm.Config{}, func(c *mysql.Config) {
+				c.InterpolateParams = true
+				c.Addr = p.lis.Addr().String()
+			})
+			id := b.place(items(orders.Item{SKU: "tea", Quantity: 3, Price: 100})).ID
+			before := b.dump(id)
+			b.deadlock(id, func() {
+				tx := db.Begin()
+				if err := tx.Exec("INSERT INTO shop_rows VALUES (1)").Error; err != nil {
+					t.Error(err)
+				}
+				p.seen()
+				err := verb(b, tx, id)
+				if !orders.IsRetryable(err) {
+					t.Errorf("%v is not for the caller to retry", err)
+				}
+				seen := p.seen()
+				if last := seen[len(seen)-1]; !strings.HasPrefix(last, "UPDATE (SELECT") {
+					t.Errorf("after the statement that deadlocked came %q", last)
+				}
+				// A caller who does not look at the error and goes on: the transaction is gone, and we do not write alone.
+				if _, err := b.store.PlaceTx(b.ctx, tx, orders.NewOrder{ID: 77, Currency: "EUR"}); !errors.Is(err, orders.ErrNoTransaction) {
+					t.Errorf("place in a transaction that a deadlock has ended: %v", err)
+				}
+				if err := tx.Rollback().Error; err != nil {
+					t.Error(err)
+				}
+			})
+			if got := b.dump(id); got != before {
+				t.Errorf("something was left behind\n%s\n%s", before, got)
 			}
-			p.seen()
-			err := verb(tx, id)
-			if !orders.IsRetryable(err) {
-				t.Errorf("%s: %v is not for the caller to retry", name, err)
+			if n := b.db.Int(t, "SELECT COUNT(*) FROM orders WHERE id = 77"); n != 0 {
+				t.Error("an order was committed alone")
 			}
-			seen := p.seen()
-			if last := seen[len(seen)-1]; !strings.HasPrefix(last, "UPDATE (SELECT") {
-				t.Errorf("%s: after the statement that deadlocked came %q", name, last)
+			// Again from the start, it works.
+			if err := db.Transaction(func(tx *gorm.DB) error { return verb(b, tx, id) }); err != nil {
+				t.Errorf("again: %v", err)
 			}
-			// A caller who does not look at the error and goes on: the transaction is gone, and we do not write alone.
-			if _, err := b.store.PlaceTx(b.ctx, tx, orders.NewOrder{ID: 77, Currency: "EUR"}); !errors.Is(err, orders.ErrNoTransaction) {
-				t.Errorf("%s: place in a transaction that a deadlock has ended: %v", name, err)
+			if n := b.db.Int(t, "SELECT COUNT(*) FROM shop_rows"); n != 0 {
+				t.Errorf("%d rows of a transaction that is gone", n)
 			}
-			if err := tx.Rollback().Error; err != nil {
-				t.Error(err)
-			}
+			b.wantClean()
 		})
-		if got := b.dump(id); got != before {
-			t.Errorf("%s left something behind\n%s\n%s", name, before, got)
-		}
-		if n := b.db.Int(t, "SELECT COUNT(*) FROM orders WHERE id = 77"); n != 0 {
-			t.Error("an order was committed alone")
-		}
-		// Again from the start, it works.
-		if err := db.Transaction(func(tx *gorm.DB) error { return verb(tx, id) }); err != nil {
-			t.Errorf("%s again: %v", name, err)
-		}
 	}
-	if n := b.db.Int(t, "SELECT COUNT(*) FROM shop_rows"); n != 0 {
-		t.Errorf("%d rows of a transaction that is gone", n)
-	}
-	b.wantClean()
 }
 
 // TestCallersAtRepeatableReadDoNotStandInEachOthersWay: that level locks gaps, and a shop's orders lie side by side.
