@@ -154,19 +154,11 @@ func checkConfig(ctx context.Context, client *admin.Client, precision string) er
 	if err != nil {
 		return err
 	}
-	for key, want := range map[string]string{
-		"timerEnableRetryUntilSuccess": "true",
-		"timerWheelEnable":             "true",
-		"timerSkipUnknownError":        "false",
-		"timerRocksDBEnable":           "false",
-		"cleanFileForciblyEnable":      "false",
-		"autoCreateTopicEnable":        "false",
-		"autoCreateSubscriptionGroup":  "false",
-		"timerPrecisionMs":             precision,
-	} {
-		if got := config[key]; got != want {
-			return fmt.Errorf("the broker has %s=%q in force, want %q: see configs/rocketmq/broker.conf", key, got, want)
-		}
+	if err := admin.CheckSettings(config); err != nil {
+		return fmt.Errorf("the broker has settings in force that lose timed messages, see configs/rocketmq/broker.conf: %w", err)
+	}
+	if got := config["timerPrecisionMs"]; got != precision {
+		return fmt.Errorf("the broker has timerPrecisionMs=%q in force, want %q", got, precision)
 	}
 	return nil
 }
