@@ -40,7 +40,7 @@ func TestDuplicatesInAnyOrderCancelEachOrderOnce(t *testing.T) {
 	}
 	var again []string
 	for _, m := range messages {
-		for range rand.IntN(3) { //nolint:gosec // a draw
+		for range rand.IntN(3) {
 			again = append(again, m)
 		}
 	}
