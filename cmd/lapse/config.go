@@ -171,7 +171,7 @@ func load(src sources) (*effective, error) {
 	clear(l.rank)
 	if src.file != "" {
 		// Read here and not by viper, whose error for a named file that is missing is not its ConfigFileNotFoundError.
-		data, err := os.ReadFile(src.file) //nolint:gosec // the operator names it
+		data, err := os.ReadFile(src.file)
 		if err != nil {
 			return nil, configProblem("read the file that %s names: %w", src.named, err)
 		}

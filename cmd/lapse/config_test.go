@@ -515,6 +515,18 @@ func TestTheDocumentationSaysThatARestartIsNeeded(t *testing.T) {
 	}
 }
 
+func TestTheDocumentationNamesTheDefaultAddresses(t *testing.T) {
+	t.Parallel()
+	for service, addr := range defaultAddr {
+		if !strings.Contains(string(configs.Default), addr) {
+			t.Errorf("default.yaml does not say that %s serves at %s", service, addr)
+		}
+	}
+	if defaultAddr["relay"] == defaultAddr["consume"] {
+		t.Error("relay and consume cannot run on one host: they serve at the same address")
+	}
+}
+
 func TestSecretsAreMaskedWhereverConfigurationIsPrinted(t *testing.T) {
 	t.Parallel()
 	for in, want := range map[string]string{

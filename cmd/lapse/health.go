@@ -49,7 +49,7 @@ that is down, so a liveness probe should use this.`,
 			return nil
 		},
 		RunE: a.begin(func(cmd *cobra.Command, args []string) error {
-			cfg, err := a.load(cmd)
+			cfg, err := a.read(cmd) // its warnings would come again with every probe
 			if err != nil {
 				return err
 			}

@@ -224,8 +224,20 @@ var keysOfFlags = map[string]string{
 	"shutdown-grace": "shutdown.grace",
 }
 
-// load reads the configuration for a command, with what its flags say.
+// load reads the configuration for a command, with what its flags say, and prints its warnings.
 func (a *app) load(cmd *cobra.Command) (*effective, error) {
+	cfg, err := a.read(cmd)
+	if err != nil {
+		return nil, err
+	}
+	for _, w := range cfg.warnings {
+		fmt.Fprintf(a.stderr, "lapse: warning: %s\n", w)
+	}
+	return cfg, nil
+}
+
+// read is load for whoever has another place for the warnings.
+func (a *app) read(cmd *cobra.Command) (*effective, error) {
 	src := sources{file: a.configFile, named: "--config", environ: a.environ, set: a.set}
 	if !cmd.Flags().Changed("config") {
 		src.file, src.named = a.getenv("LAPSE_CONFIG"), "LAPSE_CONFIG"

@@ -41,7 +41,7 @@ type parts struct {
 // take nothing more and finish what they have, then the clients of the broker are closed (which gives back what they had received and
 // nobody took), the database last.
 func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*service) (*parts, error)) (err error) {
-	cfg, err := a.load(cmd)
+	cfg, err := a.read(cmd)
 	if err != nil {
 		return err
 	}
@@ -137,7 +137,7 @@ func (s *service) work(ctx context.Context, p *parts, watch *watch, sampler *sam
 	case err := <-done:
 		return false, err
 	case <-limit.C:
-		return true, fmt.Errorf("what was in hand is not finished after shutdown.grace, %s; it will be done by another process, or by this one when it runs again", grace)
+		return true, codeError{fmt.Errorf("what was in hand is not finished after shutdown.grace, %s; it will be done by another process, or by this one when it runs again", grace), exitFailed}
 	}
 }
 

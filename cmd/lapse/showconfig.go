@@ -35,9 +35,6 @@ is also the way to check one before a restart.`,
 			if err != nil {
 				return err
 			}
-			for _, w := range cfg.warnings {
-				fmt.Fprintf(a.stderr, "lapse: warning: %s\n", w)
-			}
 			return cfg.print(a.stdout)
 		}),
 	}
