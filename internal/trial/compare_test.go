@@ -1,6 +1,7 @@
 package trial
 
 import (
+	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -159,5 +160,18 @@ func TestManyViolationsAreCountedAndSomeListed(t *testing.T) {
 	c := Compare(nil, rows)[0]
 	if c.Violations != maxExamples+50 || len(c.Examples) != maxExamples || c.Examples[0].OrderID != 1 {
 		t.Fatalf("%d violations, %d listed, the first of order %d", c.Violations, len(c.Examples), c.Examples[0].OrderID)
+	}
+}
+
+func TestTwoAuditsBecomeOneList(t *testing.T) {
+	t.Parallel()
+	middle := []orders.Check{{Name: "a", Rows: 3, Violations: 1, Examples: []orders.Violation{{OrderID: 1}}}, {Name: "b", Rows: 2}}
+	end := []orders.Check{{Name: "a", Rows: 5, Violations: 1, Examples: []orders.Violation{{OrderID: 2}}}, {Name: "b"}}
+	want := []orders.Check{{Name: "a", Rows: 8, Violations: 2, Examples: []orders.Violation{{OrderID: 1}, {OrderID: 2}}}, {Name: "b", Rows: 2}}
+	if got := fold(middle, end); !reflect.DeepEqual(got, want) {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+	if got := fold(nil, end); !reflect.DeepEqual(got, end) {
+		t.Errorf("%+v, want %+v", got, end)
 	}
 }

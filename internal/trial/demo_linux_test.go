@@ -218,13 +218,10 @@ func TestTheDemoHoldsEveryInvariantThoughAConsumerIsKilled(t *testing.T) {
 		}
 		invariants[c.Invariant] += c.Rows
 	}
-	for _, i := range []string{"I1", "I2", "I3", "I4", "I5", "I7", "I8"} {
+	for _, i := range []string{"I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8"} {
 		if invariants[i] == 0 {
 			t.Errorf("%s looked at nothing", i)
 		}
-	}
-	if _, checked := invariants["I6"]; !checked {
-		t.Error("I6 is not checked")
 	}
 
 	// The report against the tables, by queries of this test's own.
@@ -265,7 +262,7 @@ func TestTheDemoFindsAPlantedViolation(t *testing.T) {
 	if code != 4 {
 		t.Fatalf("exit code %d, want 4:\n%s\n%s", code, stdout, r.stderr.String())
 	}
-	for _, says := range []string{"✗ I2", "reserved_is_sum_of_unpaid: 1 violation", "SKU planted: reserved is 5, unpaid orders hold 0", "the invariants do not hold"} {
+	for _, says := range []string{"✗ I2", "reserved_is_sum_of_unpaid: ", "SKU planted: reserved is 5, unpaid orders hold 0", "the invariants do not hold"} {
 		if !strings.Contains(stdout, says) {
 			t.Errorf("stdout does not say %q:\n%s", says, stdout)
 		}

@@ -27,7 +27,8 @@ type Report struct {
 	Lateness Lateness `json:"lateness"`
 	// Kills are the processes that were killed with SIGKILL and started again.
 	Kills []Kill `json:"kills"`
-	// Checks are the invariants, each with the rows that were looked at.
+	// Checks are the invariants, each with the rows that were looked at: those of the tables in the middle of a run and at its end, those
+	// of the ledger (I7) at its end.
 	Checks []orders.Check `json:"checks"`
 	// Holds: no check found a violation.
 	Holds bool `json:"holds"`
