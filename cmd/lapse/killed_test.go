@@ -23,7 +23,7 @@ func TestConsumerKilledAtRandomPointsCancelsAndReleasesOnce(t *testing.T) {
 		t.Run(fmt.Sprint(lane), func(t *testing.T) {
 			t.Parallel()
 			b := setup(t)
-			random := rand.New(rand.NewPCG(uint64(lane), 1)) //nolint:gosec // a seed makes the points come again
+			random := rand.New(rand.NewPCG(uint64(lane), 1))
 			b.db.Exec(t, "INSERT INTO stock (sku, available, reserved, sold) VALUES ('pen', 1000, 0, 0)")
 			environ := b.environ("LAPSE_CONSUMER_BATCH_ORDERS=3", "LAPSE_CONSUMER_WORKERS=1", "LAPSE_CONSUMER_INVISIBLE=10s", "LAPSE_CONSUMER_CANCEL_TIMEOUT=5s")
 			var all []int64
@@ -43,7 +43,9 @@ func TestConsumerKilledAtRandomPointsCancelsAndReleasesOnce(t *testing.T) {
 				b.broker.SetSkew(time.Duration(n+1) * 11 * time.Second)
 			}
 			spawn(t, environ, "consume")
-			eventually(t, "everything is acknowledged", func() bool { return len(b.broker.Acked(testGroup)) >= 2*kills && len(b.broker.InFlight(testGroup)) == 0 })
+			eventually(t, "everything is acknowledged", func() bool {
+				return len(b.broker.Acked(testGroup)) >= 2*kills && len(b.broker.InFlight(testGroup)) == 0
+			})
 			b.cancelledOnce(t, all...)
 		})
 	}
