@@ -22,7 +22,7 @@
 //	                               same, for a poisonous order at a quiet hour has no other beside it that could succeed
 //	an unreadable message          parked with its body, acknowledged
 //	a message of a newer version   hidden for 1 minute, doubling up to 1 hour, never acknowledged: a newer consumer of the group takes
-//	                               it. With the 16 retries of the group that we ship this goes on for 11 hours, an upgrade's time;
+//	                               it. With the 16 retries of the group that we ship this goes on for 12 hours, an upgrade's time;
 //	                               then it is a dead letter, and parked as such
 //	an acknowledgement fails       counted; the message comes again and finds nothing to do
 //

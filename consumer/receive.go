@@ -32,14 +32,15 @@ func (c *Consumer) receive(ctx context.Context) {
 		case ctx.Err() != nil:
 			return
 		case err == nil:
-			if failures > 0 {
+			if c.deaf.Swap(false) {
 				c.log.Info("messages are received again")
 			}
 			failures = 0
 			continue
 		}
 		c.metrics.receiveErrors.Inc()
-		if failures++; failures == 1 && !errors.Is(err, ErrNotReady) {
+		failures++
+		if !errors.Is(err, ErrNotReady) && !c.deaf.Swap(true) {
 			c.log.Warn("messages cannot be received", "err", err)
 		}
 		if !sleep(ctx, c.backoff(failures)) {
