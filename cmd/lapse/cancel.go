@@ -76,17 +76,21 @@ func (a *app) open(cfg *effective, r role) (*orders.Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	store, err := orders.Open(dsn, orders.Config{
-		Timeout:         cfg.Orders.Timeout,
-		MaxLifetime:     cfg.Orders.MaxLifetime,
-		EarlyWait:       cfg.Consumer.EarlyWait,
-		OutboxRetention: cfg.Outbox.Retention,
-		MaxOpenConns:    cfg.MySQL.MaxOpenConns,
-		DialTimeout:     cfg.MySQL.DialTimeout,
-		IOTimeout:       cfg.MySQL.IOTimeout,
-	})
+	store, err := orders.Open(dsn, cfg.ordersConfig())
 	if err != nil {
 		return nil, &configError{[]error{err}}
 	}
 	return store, nil
+}
+
+func (e *effective) ordersConfig() orders.Config {
+	return orders.Config{
+		Timeout:         e.Orders.Timeout,
+		MaxLifetime:     e.Orders.MaxLifetime,
+		EarlyWait:       e.Consumer.EarlyWait,
+		OutboxRetention: e.Outbox.Retention,
+		MaxOpenConns:    e.MySQL.MaxOpenConns,
+		DialTimeout:     e.MySQL.DialTimeout,
+		IOTimeout:       e.MySQL.IOTimeout,
+	}
 }

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -513,6 +514,81 @@ func TestTheDocumentationSaysThatARestartIsNeeded(t *testing.T) {
 	if s := string(configs.Default); !strings.Contains(s, "Nothing is reloaded while a process runs") || !strings.Contains(s, "restart the processes") {
 		t.Error("default.yaml does not say that a change needs a restart")
 	}
+}
+
+// Every setting of the libraries has a key, and reaches the field of its name: all keys are set to values of their own.
+func TestEveryKeyReachesTheLibrary(t *testing.T) {
+	t.Parallel()
+	var set []string
+	want := map[string]any{}
+	for i, k := range keys {
+		section, _, _ := strings.Cut(k.name, ".")
+		if k.secret || k.fileOf != "" || section == "http" || section == "log" || k.kind == kindText {
+			continue
+		}
+		words, value := sample(t, k)
+		switch k.kind {
+		case kindInt:
+			value = k.from + (int64(i) % (k.to - k.from + 1))
+			words = fmt.Sprint(value)
+		case kindDuration:
+			value = k.min + time.Duration(i)*time.Millisecond
+			words = fmt.Sprint(value)
+		}
+		if k.name == "orders.max_lifetime" {
+			value, words = 240*time.Hour, "240h"
+		}
+		set, want[k.name] = append(set, k.name+"="+words), value
+	}
+	for _, name := range []string{"rocketmq.topic", "rocketmq.namespace", "rocketmq.tls.ca_file", "rocketmq.tls.server_name", "rocketmq.tls.cert_file", "rocketmq.tls.key_file", "rocketmq.access_key"} {
+		set, want[name] = append(set, name+"="+name), name
+	}
+	cfg := mustLoad(t, sources{set: append(set, "rocketmq.endpoints=b:1"), environ: []string{"LAPSE_ROCKETMQ_SECRET_KEY=s", "LAPSE_ROCKETMQ_SECURITY_TOKEN=t"}})
+	s := &service{cfg: cfg}
+	want["rocketmq.endpoints"], want["rocketmq.secret_key"], want["rocketmq.security_token"] = "b:1", "s", "t"
+	want["rocketmq.tls.enabled"] = !want["rocketmq.tls.enabled"].(bool) // the field says disabled
+
+	moved := map[string]string{ // fields whose key is not section.field_name
+		"relay.topic": "rocketmq.topic", "orders.early_wait": "consumer.early_wait", "orders.outbox_retention": "outbox.retention",
+		"orders.max_open_conns": "mysql.max_open_conns", "orders.dial_timeout": "mysql.dial_timeout", "orders.io_timeout": "mysql.io_timeout",
+		"rocketmq.tls.disabled": "rocketmq.tls.enabled",
+	}
+	without := map[string]string{ // fields without a key
+		"relay.stop_timeout": "part of shutdown.grace", "consumer.shutdown_grace": "part of shutdown.grace",
+		"rocketmq.topic_type": "timed messages need DELAY",
+	}
+	var walk func(section string, v reflect.Value)
+	walk = func(section string, v reflect.Value) {
+		for i := range v.NumField() {
+			f := v.Type().Field(i)
+			name := section + "." + snake(f.Name)
+			switch {
+			case f.Name == "Logger" || f.Name == "Registerer" || without[name] != "":
+			case f.Type.Kind() == reflect.Struct:
+				walk(name, v.Field(i))
+			default:
+				if to, is := moved[name]; is {
+					name = to
+				}
+				if expected, known := want[name]; !known || fmt.Sprint(v.Field(i).Interface()) != fmt.Sprint(expected) {
+					t.Errorf("%s.%s is %v; the key %s says %v", v.Type(), f.Name, v.Field(i).Interface(), name, expected)
+				}
+			}
+		}
+	}
+	walk("relay", reflect.ValueOf(s.relayConfig()))
+	walk("consumer", reflect.ValueOf(s.consumerConfig()))
+	walk("orders", reflect.ValueOf(cfg.ordersConfig()))
+	walk("rocketmq", reflect.ValueOf(s.rocketmq()))
+	if drain := s.relayConfig().StopTimeout; drain <= 0 || drain >= cfg.Shutdown.Grace || drain != s.consumerConfig().ShutdownGrace {
+		t.Errorf("the loops get %s and %s of a grace of %s; want one part of it", drain, s.consumerConfig().ShutdownGrace, cfg.Shutdown.Grace)
+	}
+}
+
+// snake is max_in_hand for MaxInHand, and io_timeout for IOTimeout.
+func snake(field string) string {
+	s := regexp.MustCompile(`([a-z])([A-Z])`).ReplaceAllString(field, "${1}_$2")
+	return strings.ToLower(regexp.MustCompile(`([A-Z])([A-Z][a-z])`).ReplaceAllString(s, "${1}_$2"))
 }
 
 func TestTheDocumentationNamesTheDefaultAddresses(t *testing.T) {

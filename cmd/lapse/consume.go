@@ -43,8 +43,32 @@ func assembleConsumer(s *service) (*parts, error) {
 		return nil, err
 	}
 	p.close = append(p.close, source.Close)
+	worker, err := consumer.New(s.store, s.store, source, s.consumerConfig())
+	if err != nil {
+		return p, err
+	}
+	deadBroker := s.rocketmq()
+	deadBroker.Logger = slog.New(untilFirstDeadLetter{s.log.Handler()})
+	dead, err := consumer.Connect(deadBroker, consumer.DeadLetterGroup(group), consumer.DeadLetterTopic(group))
+	if err != nil {
+		return p, err
+	}
+	p.close = append(p.close, dead.Close)
+	letters, err := consumer.NewDeadLetters(dead, s.store, consumer.DeadLetterConfig{Timeout: s.cfg.Consumer.CancelTimeout, Logger: s.log, Registerer: s.reg})
+	if err != nil {
+		return p, err
+	}
+	p.run = []func(context.Context) error{worker.Run, letters.Run}
+	p.checks = []check{
+		{name: checkBroker, ready: func(context.Context) error { return source.Ready() }},
+		{name: "consumer", ready: func(context.Context) error { return worker.Ready() }, loop: true},
+	}
+	return p, nil
+}
+
+func (s *service) consumerConfig() consumer.Config {
 	c := s.cfg.Consumer
-	worker, err := consumer.New(s.store, s.store, source, consumer.Config{
+	return consumer.Config{
 		BatchOrders:       c.BatchOrders,
 		BatchWait:         c.BatchWait,
 		Workers:           c.Workers,
@@ -62,27 +86,7 @@ func assembleConsumer(s *service) (*parts, error) {
 		GiveUpAfter:       c.GiveUpAfter,
 		Logger:            s.log,
 		Registerer:        s.reg,
-	})
-	if err != nil {
-		return p, err
 	}
-	deadBroker := s.rocketmq()
-	deadBroker.Logger = slog.New(untilFirstDeadLetter{s.log.Handler()})
-	dead, err := consumer.Connect(deadBroker, consumer.DeadLetterGroup(group), consumer.DeadLetterTopic(group))
-	if err != nil {
-		return p, err
-	}
-	p.close = append(p.close, dead.Close)
-	letters, err := consumer.NewDeadLetters(dead, s.store, consumer.DeadLetterConfig{Timeout: c.CancelTimeout, Logger: s.log, Registerer: s.reg})
-	if err != nil {
-		return p, err
-	}
-	p.run = []func(context.Context) error{worker.Run, letters.Run}
-	p.checks = []check{
-		{name: checkBroker, ready: func(context.Context) error { return source.Ready() }},
-		{name: "consumer", ready: func(context.Context) error { return worker.Ready() }, loop: true},
-	}
-	return p, nil
 }
 
 // topicNotFound is the code of the RocketMQ 5 protocol for a topic that is not there.

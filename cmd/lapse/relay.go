@@ -36,8 +36,21 @@ func assembleRelay(s *service) (*parts, error) {
 		return nil, err
 	}
 	p := &parts{close: []func(context.Context) error{sender.Close}}
+	r, err := relay.New(s.store, sender, s.relayConfig())
+	if err != nil {
+		return p, err
+	}
+	p.run = []func(context.Context) error{r.Run}
+	p.checks = []check{
+		{name: checkBroker, ready: func(context.Context) error { return sender.Ready() }},
+		{name: "relay", ready: func(context.Context) error { return r.Ready() }, loop: true},
+	}
+	return p, nil
+}
+
+func (s *service) relayConfig() relay.Config {
 	c := s.cfg.Relay
-	r, err := relay.New(s.store, sender, relay.Config{
+	return relay.Config{
 		Topic:               s.cfg.RocketMQ.Topic,
 		Tick:                c.Tick,
 		MaxOrdersPerMessage: c.MaxOrdersPerMessage,
@@ -58,14 +71,5 @@ func assembleRelay(s *service) (*parts, error) {
 		StopTimeout:         s.drain(),
 		Logger:              s.log,
 		Registerer:          s.reg,
-	})
-	if err != nil {
-		return p, err
 	}
-	p.run = []func(context.Context) error{r.Run}
-	p.checks = []check{
-		{name: checkBroker, ready: func(context.Context) error { return sender.Ready() }},
-		{name: "relay", ready: func(context.Context) error { return r.Ready() }, loop: true},
-	}
-	return p, nil
 }
