@@ -12,8 +12,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
+	"slices"
 	"time"
 
+	"github.com/go-sql-driver/mysql"
 	"github.com/pressly/goose/v3"
 	"github.com/pressly/goose/v3/database"
 )
@@ -54,29 +57,72 @@ func Up(ctx context.Context, db *sql.DB) ([]string, error) {
 	})
 }
 
-// Down takes back migrations until the schema is at version target; 0 takes back all of them, and the data with them.
+// Down takes back migrations until the schema is at version target; 0 takes back all of them, and the data with them. A schema that is
+// newer than this build is refused: what the newer build added rests on what this one knows.
 func Down(ctx context.Context, db *sql.DB, target int64) ([]string, error) {
 	return locked(ctx, db, func(p *goose.Provider) ([]string, error) {
+		at, err := applied(ctx, db)
+		if err != nil {
+			return nil, err
+		}
+		for version := range at {
+			if version > Version {
+				return nil, fmt.Errorf("take back migrations: the schema has version %d and this build ends at %d; use the build that applied it", version, Version)
+			}
+		}
 		results, err := p.DownTo(ctx, target)
 		return names(results), explain("take back migrations", err)
 	})
 }
 
-// Status lists every embedded migration, oldest first, and when it was applied.
+// Status lists every embedded migration, oldest first, and when it was applied; behind them those that a newer build has applied, without
+// a name. It writes nothing.
 func Status(ctx context.Context, db *sql.DB) ([]Applied, error) {
 	p, err := provider(db)
 	if err != nil {
 		return nil, err
 	}
-	all, err := p.Status(ctx)
+	at, err := applied(ctx, db)
+	if err != nil {
+		return nil, err
+	}
+	var list []Applied
+	for _, s := range p.ListSources() {
+		list = append(list, Applied{Version: s.Version, Name: s.Path, At: at[s.Version]})
+	}
+	for _, version := range slices.Sorted(maps.Keys(at)) {
+		if version > Version {
+			list = append(list, Applied{Version: version, At: at[version]})
+		}
+	}
+	return list, nil
+}
+
+// applied reads when each version was applied. goose reads its table too, but only from pools with parseTime, and in the zone of the
+// session.
+func applied(ctx context.Context, db *sql.DB) (_ map[int64]time.Time, err error) {
+	at := map[int64]time.Time{}
+	rows, err := db.QueryContext(ctx, "SELECT version_id, UNIX_TIMESTAMP(tstamp) FROM "+Table+" WHERE is_applied AND version_id > 0")
+	var my *mysql.MySQLError
+	if errors.As(err, &my) && my.Number == 1146 { // no such table: nothing was applied
+		return at, nil
+	}
 	if err != nil {
 		return nil, fmt.Errorf("read schema version: %w", err)
 	}
-	applied := make([]Applied, 0, len(all))
-	for _, s := range all {
-		applied = append(applied, Applied{Version: s.Source.Version, Name: s.Source.Path, At: s.AppliedAt})
+	defer func() { err = errors.Join(err, rows.Close()) }()
+	for rows.Next() {
+		var version int64
+		var seconds float64
+		if err := rows.Scan(&version, &seconds); err != nil {
+			return nil, fmt.Errorf("read schema version: %w", err)
+		}
+		at[version] = time.Unix(int64(seconds), 0).UTC()
 	}
-	return applied, nil
+	if err := rows.Err(); err != nil {
+		return nil, fmt.Errorf("read schema version: %w", err)
+	}
+	return at, nil
 }
 
 func provider(db *sql.DB) (*goose.Provider, error) {
