@@ -38,6 +38,8 @@ type Config struct {
 	// MaxInHand bounds the rows that are claimed and not marked yet, and with them the memory. Not below ClaimLimit. Default four
 	// times ClaimLimit.
 	MaxInHand int
+	// Claimers is the number of claims in the database at once, in a backlog; otherwise there is one at a time. Default 2.
+	Claimers int
 	// Senders is the number of messages on their way to the broker at once. Default 8.
 	Senders int
 	// Markers is the number of marks in the database at once. Default 4.
@@ -83,6 +85,7 @@ func (c Config) WithDefaults() Config {
 	c.SendTimeout = cmp.Or(c.SendTimeout, 5*time.Second)
 	c.ClaimLimit = cmp.Or(c.ClaimLimit, 5000)
 	c.MaxInHand = cmp.Or(c.MaxInHand, 4*c.ClaimLimit)
+	c.Claimers = cmp.Or(c.Claimers, 2)
 	c.Senders = cmp.Or(c.Senders, 8)
 	c.Markers = cmp.Or(c.Markers, 4)
 	c.Poll = cmp.Or(c.Poll, 100*time.Millisecond)
@@ -115,6 +118,7 @@ func (c Config) validate() error {
 		{"MaxOrdersPerMessage", c.MaxOrdersPerMessage, 1, maxOrdersPerMessage},
 		{"ClaimLimit", c.ClaimLimit, 1, maxClaimLimit},
 		{"MaxInHand", c.MaxInHand, c.ClaimLimit, 1_000_000},
+		{"Claimers", c.Claimers, 1, 64},
 		{"Senders", c.Senders, 1, 1024},
 		{"Markers", c.Markers, 1, 1024},
 		{"PurgeBatch", c.PurgeBatch, 1, maxPurgeBatch},

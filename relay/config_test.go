@@ -22,6 +22,7 @@ func TestConfigThatCannotWorkIsRefusedWithFieldAndValue(t *testing.T) {
 		"negative orders":           {relay.Config{MaxOrdersPerMessage: -1}, []string{"MaxOrdersPerMessage", "-1"}},
 		"claim too large":           {relay.Config{ClaimLimit: 10_001}, []string{"ClaimLimit", "10001", "10000"}},
 		"less in hand than a claim": {relay.Config{MaxInHand: 10}, []string{"MaxInHand", "10"}},
+		"no claimers":               {relay.Config{Claimers: -1}, []string{"Claimers", "-1"}},
 		"no senders":                {relay.Config{Senders: -1}, []string{"Senders", "-1"}},
 		"no markers":                {relay.Config{Markers: -1}, []string{"Markers", "-1"}},
 		"negative lease":            {relay.Config{Lease: -1}, []string{"Lease"}},
@@ -54,7 +55,7 @@ func TestZeroConfigHasTheDocumentedDefaults(t *testing.T) {
 	want := relay.Config{
 		Topic: "order-timeout", Tick: 100 * time.Millisecond, MaxOrdersPerMessage: 500, Linger: 200 * time.Millisecond,
 		MaxDelay: 23*time.Hour + 50*time.Minute, Lease: 30 * time.Second, SendTimeout: 5 * time.Second, ClaimLimit: 5000, MaxInHand: 20_000,
-		Senders: 8, Markers: 4, Poll: 100 * time.Millisecond, BackoffMin: 200 * time.Millisecond, BackoffMax: 30 * time.Second,
+		Claimers: 2, Senders: 8, Markers: 4, Poll: 100 * time.Millisecond, BackoffMin: 200 * time.Millisecond, BackoffMax: 30 * time.Second,
 		PauseMax: 5 * time.Second, PurgeInterval: time.Minute, PurgeBatch: 500, StopTimeout: 10 * time.Second,
 	}
 	if got != want {

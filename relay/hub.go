@@ -6,6 +6,7 @@ package relay
 
 import (
 	"context"
+	"slices"
 	"time"
 )
 
@@ -23,11 +24,12 @@ type hub struct {
 	giveBack  []mark   // wait for a marker
 	leases    []*lease // whose startBy lies ahead, in that order
 	inHand    int      // rows claimed and not settled
-	claiming  bool
+	claiming  int      // claims under way
 	stopping  bool
 
 	nextClaim     time.Time
-	claimFailures int // in a row
+	backlog       bool // the last claim was full
+	claimFailures int  // in a row
 
 	// The gate is open while failures is 0. Otherwise nothing is sent or claimed before reopen, and then one message is the probe that
 	// decides.
@@ -71,7 +73,7 @@ func (h *hub) run(ctx context.Context, cutOff func()) {
 	for {
 		now := time.Now()
 		h.collect(now)
-		if h.stopping && !h.claiming && h.inHand == 0 {
+		if h.stopping && h.claiming == 0 && h.inHand == 0 {
 			h.failures, h.unready = 0, false
 			h.count()
 			return
@@ -113,7 +115,7 @@ func (h *hub) run(ctx context.Context, cutOff func()) {
 			h.waiting.pop()
 			h.probing = next.probe
 		case want <- limit:
-			h.claiming = true
+			h.claiming++
 		case marks <- back:
 			h.giveBack = h.giveBack[1:]
 		case c := <-h.claims:
@@ -131,7 +133,7 @@ func (h *hub) run(ctx context.Context, cutOff func()) {
 // collect moves the messages that have gathered for long enough to the queue, and gives back those that must not be sent any longer.
 func (h *hub) collect(now time.Time) {
 	// To wait for more orders makes no sense where no more can be claimed, and a probe is wanted at once.
-	all := h.stopping || h.failures > 0 || h.inHand+h.r.cfg.ClaimLimit > h.r.cfg.MaxInHand
+	all := h.stopping || h.failures > 0 || h.full()
 	for _, m := range h.gathering.flush(now, all) {
 		h.waiting.push(m)
 	}
@@ -165,11 +167,19 @@ func (h *hub) maySend(now time.Time) bool {
 	return !h.unready
 }
 
+// full reports whether another claim could bring more rows than may be in hand.
+func (h *hub) full() bool { return h.inHand+(h.claiming+1)*h.r.cfg.ClaimLimit > h.r.cfg.MaxInHand }
+
 func (h *hub) mayClaim(now time.Time) bool {
-	if h.claiming || now.Before(h.nextClaim) || h.inHand+h.r.cfg.ClaimLimit > h.r.cfg.MaxInHand {
+	switch {
+	case now.Before(h.nextClaim) || h.full():
 		return false
+	case h.failures > 0:
+		return h.claiming == 0 && len(h.waiting.items) == 0 // otherwise a probe is at hand
+	case h.backlog:
+		return h.claiming < h.r.cfg.Claimers
 	}
-	return h.failures == 0 || len(h.waiting.items) == 0 // a probe is at hand
+	return h.claiming == 0
 }
 
 // idle is how long nothing has to be done unless something happens.
@@ -188,10 +198,11 @@ func (h *hub) idle(now time.Time) time.Duration {
 
 // take puts claimed rows into messages.
 func (h *hub) take(c claimed) {
-	h.claiming = false
+	h.claiming--
 	now := time.Now()
 	if c.err != nil {
 		h.claimFailures++
+		h.backlog = false
 		h.nextClaim = now.Add(backoff(h.r.cfg.BackoffMin, h.r.cfg.PauseMax, h.claimFailures))
 		h.r.metrics.claimFailures.Inc()
 		h.r.setStoreErr(c.err)
@@ -205,15 +216,16 @@ func (h *hub) take(c claimed) {
 	}
 	h.claimFailures = 0
 	h.r.setStoreErr(nil)
-	h.nextClaim = now
-	if len(c.Rows) < c.limit {
+	h.backlog, h.nextClaim = len(c.Rows) == c.limit, now
+	if !h.backlog {
 		h.nextClaim = now.Add(jittered(h.r.cfg.Poll))
 	}
 	if len(c.Rows) == 0 {
 		return
 	}
 	l := &lease{token: c.Token, claimedAt: c.start, now: c.Now, startBy: c.start.Add(h.r.cfg.startWithin()), until: c.start.Add(h.r.cfg.Lease)}
-	h.leases = append(h.leases, l)
+	at, _ := slices.BinarySearchFunc(h.leases, l, func(a, b *lease) int { return a.startBy.Compare(b.startBy) })
+	h.leases = slices.Insert(h.leases, at, l)
 	h.inHand += len(c.Rows)
 	h.r.metrics.inHand.Add(float64(len(c.Rows)))
 	for _, p := range c.Rows {

@@ -146,7 +146,9 @@ func (r *Relay) Run(ctx context.Context) error {
 	for range r.cfg.Markers {
 		others.Go(func() { r.mark(work, h) })
 	}
-	others.Go(func() { r.claim(work, h) })
+	for range r.cfg.Claimers {
+		others.Go(func() { r.claim(work, h) })
+	}
 	if r.cfg.PurgeInterval > 0 {
 		others.Go(func() { r.purge(ctx) })
 	}
