@@ -75,8 +75,8 @@ func Down(ctx context.Context, db *sql.DB, target int64) ([]string, error) {
 	})
 }
 
-// Status lists every embedded migration, oldest first, and when it was applied; behind them those that a newer build has applied, without
-// a name. It writes nothing.
+// Status lists every embedded migration, oldest first, and when it was applied; behind them those that a newer build has applied.
+// It writes nothing.
 func Status(ctx context.Context, db *sql.DB) ([]Applied, error) {
 	p, err := provider(db)
 	if err != nil {
@@ -92,7 +92,7 @@ func Status(ctx context.Context, db *sql.DB) ([]Applied, error) {
 	}
 	for _, version := range slices.Sorted(maps.Keys(at)) {
 		if version > Version {
-			list = append(list, Applied{Version: version, At: at[version]})
+			list = append(list, Applied{Version: version, Name: "(of a newer build)", At: at[version]})
 		}
 	}
 	return list, nil

@@ -39,7 +39,8 @@ type Config struct {
 	MaxLifetime time.Duration
 	// MaxOpenConns bounds the pool that [Open] makes. Default 16.
 	MaxOpenConns int
-	// Registerer takes the metrics lapse_orders_placed_total, lapse_payments_total and lapse_place_duration_seconds. Default: off.
+	// Registerer takes the metrics lapse_orders_placed_total, lapse_orders_refused_total, lapse_payments_total and
+	// lapse_place_duration_seconds. Two clients need two registries, or wrapped ones. Default: off.
 	Registerer prometheus.Registerer
 }
 
@@ -90,6 +91,12 @@ func newClient(store *orders.Store, registerer prometheus.Registerer) (*Client, 
 			Help: "Payments recorded, by outcome: accepted, duplicate, late, mismatch; notices that came again: repeated."}, []string{"outcome"}),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "lapse_place_duration_seconds", Help: "Time to place an order, its retries included.",
 			Buckets: prometheus.ExponentialBuckets(0.0005, 2, 14)}),
+	}
+	for _, reason := range []string{"out_of_stock", "unknown_sku", "invalid", "exists", "error"} {
+		c.refused.WithLabelValues(reason)
+	}
+	for _, outcome := range []orders.PaymentOutcome{orders.PaymentAccepted, orders.PaymentDuplicate, orders.PaymentLate, orders.PaymentMismatch, "repeated"} {
+		c.payments.WithLabelValues(string(outcome))
 	}
 	if registerer == nil {
 		return c, nil
