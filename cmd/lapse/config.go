@@ -69,6 +69,7 @@ type settings struct {
 		SendTimeout         time.Duration `mapstructure:"send_timeout"`
 		ClaimLimit          int           `mapstructure:"claim_limit"`
 		MaxInHand           int           `mapstructure:"max_in_hand"`
+		Claimers            int           `mapstructure:"claimers"`
 		Senders             int           `mapstructure:"senders"`
 		Markers             int           `mapstructure:"markers"`
 		Poll                time.Duration `mapstructure:"poll"`

@@ -107,6 +107,7 @@ func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
 		{"relay.send_timeout", cfg.Relay.SendTimeout, r.SendTimeout},
 		{"relay.claim_limit", cfg.Relay.ClaimLimit, r.ClaimLimit},
 		{"relay.max_in_hand", cfg.Relay.MaxInHand, r.MaxInHand},
+		{"relay.claimers", cfg.Relay.Claimers, r.Claimers},
 		{"relay.senders", cfg.Relay.Senders, r.Senders},
 		{"relay.markers", cfg.Relay.Markers, r.Markers},
 		{"relay.poll", cfg.Relay.Poll, r.Poll},

@@ -83,6 +83,7 @@ var keys = slices.Concat(
 		duration("relay.send_timeout", time.Millisecond, 10*time.Minute),
 		number("relay.claim_limit", 1, 10_000),
 		number("relay.max_in_hand", 1, 1_000_000),
+		number("relay.claimers", 1, 64),
 		number("relay.senders", 1, 1024),
 		number("relay.markers", 1, 1024),
 		duration("relay.poll", time.Millisecond, time.Hour),

@@ -60,6 +60,7 @@ func (s *service) relayConfig() relay.Config {
 		SendTimeout:         c.SendTimeout,
 		ClaimLimit:          c.ClaimLimit,
 		MaxInHand:           c.MaxInHand,
+		Claimers:            c.Claimers,
 		Senders:             c.Senders,
 		Markers:             c.Markers,
 		Poll:                c.Poll,

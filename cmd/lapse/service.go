@@ -56,11 +56,17 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 		return err
 	}
 	stuck := false
+	var w *web
 	defer func() {
+		if w != nil {
+			w.close() // it answers until the clients are closed: a probe sees a process that is stopping, not one that hangs
+		}
 		if stuck {
 			return // closing the database under work that goes on would only add errors to its end
 		}
-		err = errors.Join(err, s.store.Close())
+		if err = errors.Join(err, s.store.Close()); err == nil {
+			s.log.Info("stopped")
+		}
 	}()
 
 	p, err := assemble(s)
@@ -90,7 +96,7 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 	if addr == "" {
 		addr = defaultAddr[name]
 	}
-	web, err := serveWeb(cmd.Context(), addr, cfg.HTTP.Pprof, watch, s.reg, s.log)
+	w, err = serveWeb(cmd.Context(), addr, cfg.HTTP.Pprof, watch, s.reg, s.log)
 	if err != nil {
 		return err
 	}
@@ -101,10 +107,6 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 	s.log.Info("started", "version", readBuild().Version, "database", mask(dsn), "broker", cfg.RocketMQ.Endpoints, "topic", cfg.RocketMQ.Topic)
 
 	stuck, err = s.work(cmd.Context(), p, watch, sampler)
-	web.close()
-	if err == nil {
-		s.log.Info("stopped")
-	}
 	return err
 }
 

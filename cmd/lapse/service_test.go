@@ -27,6 +27,7 @@ import (
 	"github.com/lapse-orders/lapse/lapsetest/mysqltest"
 	"github.com/lapse-orders/lapse/migrations"
 	"github.com/lapse-orders/lapse/orders"
+	"github.com/lapse-orders/lapse/producer"
 )
 
 const (
@@ -404,6 +405,43 @@ func maxOf(list []float64) float64 {
 		m = max(m, v)
 	}
 	return m
+}
+
+// case PRD-7
+func TestOrdersArePlacedWhileTheBrokerIsDownAtTheStart(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.broker.Stop()
+	services := []*process{spawn(t, b.environ("LAPSE_RELAY_LINGER=10ms"), "relay"), spawn(t, b.environ(), "consume")}
+	for _, p := range services {
+		eventually(t, "it says that the broker is missing", func() bool {
+			status, body := p.get(t, "/readyz")
+			return status == http.StatusServiceUnavailable && strings.Contains(body, b.broker.Endpoint()) && strings.Contains(body, `"name": "database",
+      "ready": true`)
+		})
+	}
+	checkout, err := producer.Open(b.db.DSN, producer.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = checkout.Close() })
+	if err := checkout.Ready(t.Context()); err != nil {
+		t.Fatalf("the checkout is not ready: %v", err)
+	}
+	o, err := checkout.PlaceOrder(t.Context(), producer.NewOrder{Currency: "EUR", Timeout: 4 * time.Second})
+	if err != nil {
+		t.Fatalf("no order can be placed: %v", err)
+	}
+	if err := b.broker.Resume(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the order is cancelled", func() bool { return b.status(t, o.ID) == orders.Cancelled })
+	const tick = 100 * time.Millisecond
+	for _, m := range b.broker.Sent(testTopic) {
+		if early := o.DeadlineAt.Sub(m.DeliverAt); early > 0 || early <= -tick {
+			t.Errorf("its message is due %s before the deadline that was promised; want at it, or within a tick after", early)
+		}
+	}
 }
 
 // A topic that is not there, or of another type, is named with the fix, and noticed when it is made good.
