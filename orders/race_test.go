@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -541,4 +542,85 @@ func TestLockWaitThatIsCutOffIsRetried(t *testing.T) {
 		t.Error(err)
 	}
 	cancel.Wait()
+}
+
+// TestEveryVerbTakesItsLocksInOneOrder looks at the statements as the server got them: orders, payments and their refunds, ledger, outbox,
+// events, what is parked, and stock last.
+func TestEveryVerbTakesItsLocksInOneOrder(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	for _, sku := range []string{"b", "a", "c"} {
+		b.stock(sku, 1000)
+	}
+	p := newProxy(t, b.db.DSN)
+	through, err := orders.Open(p.dsn, orders.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = through.Close() }()
+	c := b.on(through)
+	line := items(orders.Item{SKU: "c", Quantity: 1, Price: 1}, orders.Item{SKU: "a", Quantity: 1, Price: 1}, orders.Item{SKU: "b", Quantity: 1, Price: 1})
+	var ids []int64
+	for range 12 {
+		ids = append(ids, b.place(overdue, line).ID)
+	}
+	early := b.place(line).ID
+	ranks := []struct {
+		table string
+		rank  int
+	}{{"orders", 1}, {"order_items", 1}, {"payments", 2}, {"refunds", 2}, {"stock_ledger", 3}, {"outbox", 4}, {"order_events", 5}, {"parked", 6}, {"stock", 7}}
+	rank := func(statement string) (int, string) {
+		for _, word := range strings.FieldsFunc(statement, func(r rune) bool { return r != '_' && (r < 'a' || r > 'z') }) {
+			for _, k := range ranks {
+				if k.table == word {
+					return k.rank, word
+				}
+			}
+		}
+		return 0, ""
+	}
+	for name, verb := range map[string]func(){
+		"place":      func() { c.place(line) },
+		"cancel due": func() { c.cancelDue(ids[3], early, 5, ids[1], ids[2], ids[0]) },
+		"cancel": func() {
+			if _, err := through.Cancel(b.ctx, ids[4], "u1", "why not"); err != nil {
+				t.Error(err)
+			}
+		},
+		"pay": func() { c.pay(ids[5]) },
+		"extend": func() {
+			if _, err := through.ExtendDeadline(b.ctx, ids[6], time.Now().Add(time.Hour), "support"); err != nil {
+				t.Error(err)
+			}
+		},
+		"adjust": func() { c.stock("a", 5) },
+	} {
+		p.seen()
+		verb()
+		last, before := 0, ""
+		skus := ""
+		for _, s := range p.seen() {
+			r, table := rank(s)
+			if r == 0 {
+				continue
+			}
+			if name == "pay" && strings.HasPrefix(s, "UPDATE orders") {
+				continue // its row is locked since the beginning; the payment's own row has to say first whether this is a repetition
+			}
+			if r < last {
+				t.Errorf("%s touches %s after %s", name, table, before)
+			}
+			last, before = r, table
+			if name == "place" && table == "stock" {
+				_, sku, _ := strings.Cut(s, "WHERE sku = ")
+				skus += sku[1:2]
+			}
+		}
+		if last == 0 {
+			t.Errorf("%s: no statement was seen", name)
+		}
+		if name == "place" && skus != "abc" {
+			t.Errorf("stock is taken in the order %s", skus)
+		}
+	}
 }
