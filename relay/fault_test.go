@@ -353,3 +353,15 @@ func TestMarkThatFailsIsWrittenAgainInsteadOfTheMessageBeingSentAgain(t *testing
 		t.Errorf("%d messages were sent and %v leases counted as lost, want 1 and 0", n, r.metric(t, "lost_leases_total"))
 	}
 }
+
+func TestRelayWithNothingLeftToSendIsNotPausedForEver(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	o := b.place(t, orders.NewOrder{})
+	refuse := senderFunc(func(context.Context, relay.Message) (string, error) { return "", errors.New("no route to the broker") })
+	r := start(t, b.store, refuse, relay.Config{BackoffMin: 5 * time.Millisecond, BackoffMax: 50 * time.Millisecond})
+	eventually(t, "the relay says why it is paused", func() bool { return strings.Contains(fmt.Sprint(r.Ready()), "no route") })
+	// Another relay has sent it.
+	b.db.Exec(t, "UPDATE outbox SET state = 'sent', lease_token = NULL WHERE order_id = ?", o.ID)
+	eventually(t, "the relay is ready", func() bool { return r.Ready() == nil && r.metric(t, "paused") == 0 }, func() any { return r.Ready() })
+}

@@ -33,16 +33,21 @@ type hub struct {
 
 	// The gate is open while failures is 0. Otherwise nothing is sent or claimed before reopen, and then one message is the probe that
 	// decides.
-	failures int
-	reopen   time.Time
-	probing  bool
-	unready  bool // the sender says so
-	paused   bool // for the gauge
+	failures    int
+	lastFailure time.Time
+	reopen      time.Time
+	probing     bool
+	unready     int  // times in a row that the sender said so
+	paused      bool // for the gauge
 }
 
 // askAgain is how soon at the latest a sender that was not ready is asked again. The question costs nothing, and a connection that
 // stands again is used at once.
 const askAgain = 200 * time.Millisecond
+
+// patience is how many times in a row a sender may say that it is not ready before urgent orders are given back: about a second, in
+// which a connection that was cut stands again.
+const patience = 6
 
 // outcome is what the broker said about one message.
 type outcome struct {
@@ -74,7 +79,7 @@ func (h *hub) run(ctx context.Context, cutOff func()) {
 		now := time.Now()
 		h.collect(now)
 		if h.stopping && h.claiming == 0 && h.inHand == 0 {
-			h.failures, h.unready = 0, false
+			h.failures, h.unready = 0, 0
 			h.count()
 			return
 		}
@@ -159,12 +164,23 @@ func (h *hub) maySend(now time.Time) bool {
 	if h.stopping || h.probing || now.Before(h.reopen) {
 		return false
 	}
-	h.unready = h.r.sender.Ready() != nil
-	if h.unready {
+	if h.r.sender.Ready() != nil {
+		h.unready++
 		h.reopen = now.Add(jittered(min(h.r.cfg.BackoffMin, askAgain)))
+		if h.unready == patience {
+			h.backUrgent()
+		}
+	} else {
+		h.unready = 0
 	}
 	h.count()
-	return !h.unready
+	return h.unready == 0
+}
+
+// backUrgent gives back what would be late if it waited here to the end of its lease: another relay may have a better way to the
+// broker. The rest is kept, since rows that are given back leave behind those placed meanwhile.
+func (h *hub) backUrgent() {
+	h.back(h.waiting.removeIf(func(m *message) bool { return m.due.Before(m.startBy()) }))
 }
 
 // full reports whether another claim could bring more rows than may be in hand.
@@ -221,6 +237,10 @@ func (h *hub) take(c claimed) {
 		h.nextClaim = now.Add(jittered(h.r.cfg.Poll))
 	}
 	if len(c.Rows) == 0 {
+		// Every row that failed here has been tried again since, or another relay sent it: there is nothing left to be paused for.
+		if h.failures > 0 && now.Sub(h.lastFailure) > 2*h.r.cfg.BackoffMax {
+			h.open()
+		}
 		return
 	}
 	l := &lease{token: c.Token, claimedAt: c.start, now: c.Now, startBy: c.start.Add(h.r.cfg.startWithin()), until: c.start.Add(h.r.cfg.Lease)}
@@ -244,29 +264,32 @@ func (h *hub) judge(o outcome) {
 	switch {
 	case !o.tried:
 	case o.err == nil && o.probe:
-		h.r.cfg.Logger.Info("timed messages are sent again", "failures", h.failures)
-		h.r.setSendErr(nil)
-		h.failures, h.reopen = 0, time.Time{}
-		h.count()
+		h.open()
 	case o.err != nil && (o.probe || h.failures == 0):
 		if h.failures == 0 && !h.stopping {
 			h.r.cfg.Logger.Warn("timed message was not sent, the relay pauses", "err", o.err)
 		}
 		h.failures++
-		h.reopen = time.Now().Add(backoff(h.r.cfg.BackoffMin, h.r.cfg.PauseMax, h.failures))
+		h.lastFailure = time.Now()
+		h.reopen = h.lastFailure.Add(backoff(h.r.cfg.BackoffMin, h.r.cfg.PauseMax, h.failures))
 		h.r.setSendErr(o.err)
 		h.count()
 		if o.probe {
-			// It was no accident. Another relay may have a better way to the broker, so what would be late by waiting here goes back; the
-			// rest is kept, since rows that are given back leave behind those placed meanwhile.
-			h.back(h.waiting.removeIf(func(m *message) bool { return m.due.Before(m.startBy()) }))
+			h.backUrgent() // it was no accident
 		}
 	}
 }
 
+func (h *hub) open() {
+	h.r.cfg.Logger.Info("the relay goes on", "failures", h.failures)
+	h.r.setSendErr(nil)
+	h.failures, h.reopen = 0, time.Time{}
+	h.count()
+}
+
 // count keeps the gauge of paused relays.
 func (h *hub) count() {
-	paused := h.failures > 0 || h.unready
+	paused := h.failures > 0 || h.unready > 0
 	if paused == h.paused {
 		return
 	}

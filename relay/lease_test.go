@@ -264,3 +264,35 @@ func TestRowsInHandAreBounded(t *testing.T) {
 	start(t, store, &storedAtOnce{}, relay.Config{ClaimLimit: 100, MaxInHand: most, Linger: time.Minute, Lease: time.Hour, Markers: 8})
 	b.awaitState(t, "sent", rows)
 }
+
+func TestRelayThatLostItsConnectionLeavesUrgentOrdersToTheOther(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	const rows = 20
+	fillOutbox(t, b.db, rows, 1)
+	b.db.Exec(t, "UPDATE outbox SET deliver_at = UTC_TIMESTAMP(3) + INTERVAL 3 SECOND")
+	// One message is under way when the connection goes, and stays so; the lease outlasts the test.
+	sending := make(chan struct{}, 1)
+	cut := &cutSender{gatedSender: &gatedSender{}, sending: sending}
+	start(t, b.store, cut, relay.Config{Lease: 4 * limit, SendTimeout: limit, StopTimeout: time.Millisecond, MaxOrdersPerMessage: 1, Senders: 1, BackoffMin: 5 * time.Millisecond})
+	select {
+	case <-sending:
+	case <-time.After(limit):
+		t.Fatal("nothing is sent")
+	}
+	cut.setReady(errors.New("connection lost"))
+	start(t, b.store, &storedAtOnce{}, relay.Config{})
+	b.awaitState(t, "sent", rows-1)
+}
+
+// cutSender hangs in every send.
+type cutSender struct {
+	*gatedSender
+	sending chan struct{}
+}
+
+func (s *cutSender) Send(ctx context.Context, _ relay.Message) (string, error) {
+	s.sending <- struct{}{}
+	<-ctx.Done()
+	return "", ctx.Err()
+}
