@@ -16,20 +16,21 @@ import (
 type Result string
 
 const (
-	// ResultCancelled: this call cancelled the order and released its stock.
+	// ResultCancelled says that this call cancelled the order and released its stock.
 	ResultCancelled Result = "cancelled"
-	// ResultAlreadyPaid and ResultAlreadyCancelled: the order is final, nothing was written.
-	ResultAlreadyPaid      Result = "already_paid"
+	// ResultAlreadyPaid says that the order is final, and nothing was written.
+	ResultAlreadyPaid Result = "already_paid"
+	// ResultAlreadyCancelled says that the order is final, and nothing was written.
 	ResultAlreadyCancelled Result = "already_cancelled"
-	// ResultNotDue: the deadline lies ahead, by Outcome.Remaining.
+	// ResultNotDue says that the deadline lies ahead, by Outcome.Remaining.
 	ResultNotDue Result = "not_due"
-	// ResultExempt: the order has no deadline.
+	// ResultExempt says that the order has no deadline.
 	ResultExempt Result = "exempt"
-	// ResultHeld: the cancel is put off, for Outcome.Remaining.
+	// ResultHeld says that the cancel is put off, for Outcome.Remaining.
 	ResultHeld Result = "held"
-	// ResultNotFound: there is no order of that id. Parked.
+	// ResultNotFound says that there is no order of that id. Parked.
 	ResultNotFound Result = "not_found"
-	// ResultInvalid: the id is none of this store's, or the order is in a state that this build does not know. Parked.
+	// ResultInvalid says that the id is none of this store's, or the order is in a state that this build does not know. Parked.
 	ResultInvalid Result = "invalid"
 )
 

@@ -3,6 +3,7 @@ package orders
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -285,7 +286,7 @@ func (s *Store) Outbox(ctx context.Context, id int64) (OutboxRow, bool, error) {
 	var message, lastError sql.NullString
 	err := s.db.QueryRowContext(ctx, `SELECT CAST(deliver_at AS CHAR), state, CAST(available_at AS CHAR), lease_token IS NOT NULL, attempts, message_id, CAST(sent_at AS CHAR), last_error
 		FROM outbox WHERE order_id = ?`, id).Scan(&deliver, &row.State, &available, &row.Leased, &row.Attempts, &message, &sent, &lastError)
-	if err == sql.ErrNoRows { //nolint:errorlint // Scan returns it as it is
+	if errors.Is(err, sql.ErrNoRows) {
 		return OutboxRow{}, false, nil
 	}
 	if err != nil {

@@ -26,13 +26,13 @@ type Payment struct {
 type PaymentOutcome string
 
 const (
-	// PaymentAccepted: the order became paid by this payment. An excess over the order's amount is refunded.
+	// PaymentAccepted says that the order became paid by this payment. An excess over the order's amount is refunded.
 	PaymentAccepted PaymentOutcome = "accepted"
-	// PaymentDuplicate: the order was paid already by another transaction; this one is refunded.
+	// PaymentDuplicate says that the order was paid already by another transaction; this one is refunded.
 	PaymentDuplicate PaymentOutcome = "duplicate"
-	// PaymentLate: the order was cancelled already; the payment is refunded.
+	// PaymentLate says that the order was cancelled already; the payment is refunded.
 	PaymentLate PaymentOutcome = "late"
-	// PaymentMismatch: another currency, or less than the order's amount; the payment is refunded and the order stays unpaid.
+	// PaymentMismatch says that it was another currency, or less than the order's amount; the payment is refunded and the order stays unpaid.
 	PaymentMismatch PaymentOutcome = "mismatch"
 )
 

@@ -271,11 +271,12 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 			if err != nil {
 				return err
 			}
+			defer func() { _ = rows.Close() }()
 			n := 0
 			for rows.Next() {
 				n++
 			}
-			if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+			if err := rows.Err(); err != nil {
 				return err
 			}
 			if n != 1000 {

@@ -144,7 +144,7 @@ func (p *proxy) forward(client, server net.Conn, mute *atomic.Bool) {
 			if p.rewrite != nil && packet[4] == query {
 				text := p.rewrite.Replace(string(packet[5:]))
 				packet = append(packet[:5:5], text...)
-				binary.LittleEndian.PutUint32(packet, uint32(len(text)+1)) //nolint:gosec // the highest byte is the sequence number, 0
+				binary.LittleEndian.PutUint32(packet, uint32(len(text)+1)) // the highest byte is the sequence number, 0
 			}
 			if judge := p.judge.Load(); judge != nil {
 				switch (*judge)(statement) {

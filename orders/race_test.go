@@ -315,7 +315,7 @@ func TestCancelsInBatchesBesideLivePaymentsFailForNoCustomer(t *testing.T) {
 	for w := range 6 { // customers
 		work.Go(func() {
 			defer done.Add(1)
-			r := rand.New(rand.NewPCG(1, uint64(w))) //nolint:gosec // a seed
+			r := rand.New(rand.NewPCG(1, uint64(w)))
 			for range perWorker {
 				n := orders.NewOrder{Currency: "EUR", Amount: 1000, DeadlineAt: time.Now()}
 				lines(r)(&n)
@@ -338,7 +338,7 @@ func TestCancelsInBatchesBesideLivePaymentsFailForNoCustomer(t *testing.T) {
 	}
 	for w := range 3 { // the message path twice, and the scan, over the same orders in any order
 		work.Go(func() {
-			r := rand.New(rand.NewPCG(2, uint64(w))) //nolint:gosec // a seed
+			r := rand.New(rand.NewPCG(2, uint64(w)))
 			for done.Load() < 6 {
 				mu.Lock()
 				batch := slices.Clone(open)

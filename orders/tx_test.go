@@ -63,35 +63,41 @@ func (b *bundle) dump(id int64) string {
 		"SELECT * FROM payments WHERE order_id = ? ORDER BY transaction_id", "SELECT * FROM refunds WHERE order_id = ? ORDER BY transaction_id", "SELECT * FROM outbox WHERE order_id = ?",
 		"SELECT at, kind, actor, CAST(detail AS CHAR) AS detail FROM order_events WHERE order_id = ? ORDER BY id",
 	} {
-		rows, err := b.db.SQL.QueryContext(b.ctx, q, id)
-		if err != nil {
-			b.t.Fatal(err)
-		}
-		columns, err := rows.Columns()
-		if err != nil {
-			b.t.Fatal(err)
-		}
-		for rows.Next() {
-			values := make([]sql.NullString, len(columns))
-			scan := make([]any, len(columns))
-			for i := range values {
-				scan[i] = &values[i]
-			}
-			if err := rows.Scan(scan...); err != nil {
-				b.t.Fatal(err)
-			}
-			for i, v := range values {
-				if v.Valid {
-					fmt.Fprintf(&out, "%s=%s ", columns[i], strings.ReplaceAll(v.String, fmt.Sprint(id), "<id>"))
-				}
-			}
-			out.WriteString("\n")
-		}
-		if err := errors.Join(rows.Err(), rows.Close()); err != nil {
-			b.t.Fatal(err)
-		}
+		b.dumpRows(&out, q, id)
 	}
 	return out.String()
+}
+
+func (b *bundle) dumpRows(out *strings.Builder, query string, id int64) {
+	b.t.Helper()
+	rows, err := b.db.SQL.QueryContext(b.ctx, query, id)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	defer func() { _ = rows.Close() }()
+	columns, err := rows.Columns()
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	for rows.Next() {
+		values := make([]sql.NullString, len(columns))
+		scan := make([]any, len(columns))
+		for i := range values {
+			scan[i] = &values[i]
+		}
+		if err := rows.Scan(scan...); err != nil {
+			b.t.Fatal(err)
+		}
+		for i, v := range values {
+			if v.Valid {
+				fmt.Fprintf(out, "%s=%s ", columns[i], strings.ReplaceAll(v.String, fmt.Sprint(id), "<id>"))
+			}
+		}
+		out.WriteString("\n")
+	}
+	if err := rows.Err(); err != nil {
+		b.t.Fatal(err)
+	}
 }
 
 // sessions are the settings that a shop's handle can have. What lapse decides and stores must not depend on any of them.

@@ -20,15 +20,22 @@ import (
 	"github.com/lapse-orders/lapse/orders"
 )
 
-// These are the types of package orders, under the names that a checkout meets them by.
+// The types of package orders, under the names that a checkout meets them by.
 type (
-	NewOrder      = orders.NewOrder      // what is placed
-	Order         = orders.Order         // what is stored
-	Item          = orders.Item          // a line of an order
-	Payment       = orders.Payment       // a gateway's notice
-	PaymentResult = orders.PaymentResult // what the money did
-	Extension     = orders.Extension     // what became of a wish for more time
-	Outcome       = orders.Outcome       // what became of an order in a cancel
+	// NewOrder is what is placed.
+	NewOrder = orders.NewOrder
+	// Order is what is stored.
+	Order = orders.Order
+	// Item is a line of an order.
+	Item = orders.Item
+	// Payment is a gateway's notice.
+	Payment = orders.Payment
+	// PaymentResult is what the money did.
+	PaymentResult = orders.PaymentResult
+	// Extension is what became of a wish for more time.
+	Extension = orders.Extension
+	// Outcome is what became of an order in a cancel.
+	Outcome = orders.Outcome
 )
 
 // Config has the settings of a [Client]. The zero value of each field means its default.
