@@ -165,7 +165,7 @@ type Consumer struct {
 	log       *slog.Logger
 	decode    func([]byte) (orders.Expiry, error)
 	ran       atomic.Bool
-	deaf      atomic.Bool // the last Receive of any receiver failed; so that the receivers say it once, not each
+	deaf      atomic.Bool   // the last Receive of any receiver failed; so that the receivers say it once, not each
 	acks      chan *message // finished; never full, since a message in hand has at least one order
 
 	mu        sync.Mutex    // guards everything below
