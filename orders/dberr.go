@@ -20,6 +20,7 @@ const (
 	errNoSavepoint   = 1305
 	errNoSuchTable   = 1146
 	errTableRights   = 1142
+	errSafeUpdates   = 1175 // sql_safe_updates refuses a statement that reads a table from end to end
 	errCheck         = 3819 // a CHECK constraint, in MySQL
 	errCheckMariaDB  = 4025 // and in MariaDB
 )
@@ -31,6 +32,9 @@ func number(err error) uint16 {
 	}
 	return 0
 }
+
+// isCheck tells that a CHECK constraint refused the statement, which changed nothing.
+func isCheck(err error) bool { return number(err) == errCheck || number(err) == errCheckMariaDB }
 
 // IsRetryable reports whether an error of a …Tx function means that the caller should roll back its transaction and run it again
 // from the start: a deadlock (1213), a lock wait that was cut off (1205), or a row that changed under MariaDB's snapshot (1020).

@@ -149,7 +149,13 @@ func (t *txn) settleSums(ctx context.Context, moves []move, bySKU map[string]int
 		if err == nil && n == int64(len(part)) {
 			continue
 		}
-		short := number(err) == errCheck || number(err) == errCheckMariaDB // reserved would fall below zero, and nothing was changed
+		if number(err) == errSafeUpdates {
+			if err := t.moveSumsOneByOne(ctx, part, bySKU, kind, lost); err != nil {
+				return err
+			}
+			continue
+		}
+		short := isCheck(err) // reserved would fall below zero, and nothing was changed
 		if err != nil && !short {
 			return err
 		}
@@ -200,6 +206,23 @@ func (t *txn) moveSums(ctx context.Context, skus []string, bySKU map[string]int6
 		return 0, fmt.Errorf("%s stock of %d SKUs: %w", kind, len(skus), err)
 	}
 	return n, nil
+}
+
+// moveSumsOneByOne does the same in callers' sessions with sql_safe_updates, which refuse the joined list since it is read from end to
+// end. It notes the SKUs whose rows could not be changed.
+func (t *txn) moveSumsOneByOne(ctx context.Context, skus []string, bySKU map[string]int64, kind string, lost map[string]bool) error {
+	query := "UPDATE stock SET available = available + ?, reserved = reserved - ? WHERE sku = ?"
+	if kind == moveSell {
+		query = "UPDATE stock SET sold = sold + ?, reserved = reserved - ? WHERE sku = ?"
+	}
+	for _, sku := range skus {
+		n, err := t.exec(ctx, query, bySKU[sku], bySKU[sku], sku)
+		if err != nil && !isCheck(err) {
+			return fmt.Errorf("%s stock of %q: %w", kind, sku, err)
+		}
+		lost[sku] = n == 0
+	}
+	return nil
 }
 
 // reportLost tells of stock rows that could not take back, or give out, what an order held of them.

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-sql-driver/mysql"
+
 	"github.com/lapse-orders/lapse/orders"
 )
 
@@ -74,7 +76,17 @@ func TestEveryPathToACancelGivesTheSameBack(t *testing.T) {
 // case STK-4
 func TestNothingAboutItsItemsKeepsAnOrderFromBeingCancelled(t *testing.T) {
 	t.Parallel()
-	b := setup(t)
+	for name, change := range map[string]func(*mysql.Config){"own session": func(*mysql.Config) {}, "safe updates": param("sql_safe_updates", "1")} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			b := setup(t)
+			nothingKeepsAnOrder(t, b.on(b.open(orders.Config{}, change)))
+		})
+	}
+}
+
+func nothingKeepsAnOrder(t *testing.T, b *bundle) {
+	t.Helper()
 	for _, sku := range []string{"tea", "oil", "gone", "again"} {
 		b.stock(sku, 10)
 	}

@@ -120,6 +120,13 @@ var sessions = []struct {
 	{"found rows", gorm.Config{}, func(c *mysql.Config) { c.ClientFoundRows = true }},
 	{"not strict", gorm.Config{}, param("sql_mode", "''")},
 	{"ansi and padded", gorm.Config{}, param("sql_mode", "'ANSI,NO_BACKSLASH_ESCAPES'")},
+	{"safe updates", gorm.Config{}, param("sql_safe_updates", "1")},
+	{"another collation, compressed", gorm.Config{}, func(c *mysql.Config) {
+		c.Collation = "utf8mb4_general_ci"
+		if err := c.Apply(mysql.EnableCompression(true)); err != nil {
+			panic(err)
+		}
+	}},
 	{"interpolated", gorm.Config{}, func(c *mysql.Config) { c.InterpolateParams = true }},
 	{"interpolated without backslashes", gorm.Config{}, func(c *mysql.Config) {
 		c.InterpolateParams = true
@@ -641,6 +648,54 @@ func TestOldSnapshotOfTheCallerDecidesNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.wantStock("tea", 91, 0, 9)
+	b.wantClean()
+}
+
+// TestRowChangedSinceTheCallersSnapshotIsForTheCallerToRetry: MariaDB can be told, and from 11.6 on is, to refuse (1020) what others would
+// read in its newest state.
+func TestRowChangedSinceTheCallersSnapshotIsForTheCallerToRetry(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	if !b.isMariaDB() {
+		t.Log("only MariaDB has that setting")
+		return
+	}
+	b.shopTable()
+	b.stock("tea", 10)
+	id := b.place(items(orders.Item{SKU: "tea", Quantity: 1, Price: 1})).ID
+	db := b.shop(&gorm.Config{}, param("innodb_snapshot_isolation", "ON"))
+	attempts := 0
+	var out orders.Outcome
+	for {
+		attempts++
+		err := db.Transaction(func(tx *gorm.DB) error {
+			var n int64
+			if err := tx.Raw("SELECT COUNT(*) FROM orders").Scan(&n).Error; err != nil {
+				return err
+			}
+			if err := tx.Exec("INSERT INTO shop_rows VALUES (1)").Error; err != nil {
+				return err
+			}
+			if attempts == 1 {
+				if _, err := b.store.ExtendDeadline(b.ctx, id, time.Now().Add(time.Hour), "support"); err != nil {
+					t.Error(err)
+				}
+			}
+			var err error
+			out, err = b.store.CancelTx(b.ctx, tx, id, "u1", "why not")
+			return err
+		}, &sql.TxOptions{Isolation: sql.LevelRepeatableRead})
+		if err == nil {
+			break
+		}
+		if !orders.IsRetryable(err) || attempts == 3 {
+			t.Fatalf("attempt %d: %v", attempts, err)
+		}
+	}
+	if attempts != 2 || out.Result != orders.ResultCancelled {
+		t.Errorf("%d attempts, %+v", attempts, out)
+	}
+	b.wantStock("tea", 10, 0, 0)
 	b.wantClean()
 }
 
