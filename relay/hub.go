@@ -25,6 +25,7 @@ type hub struct {
 	leases    []*lease // whose startBy lies ahead, in that order
 	inHand    int      // rows claimed and not settled
 	claiming  int      // claims under way
+	sending   int      // messages handed out whose outcome is not known: it may come after its rows are settled
 	stopping  bool
 
 	nextClaim     time.Time
@@ -78,7 +79,7 @@ func (h *hub) run(ctx context.Context, cutOff func()) {
 	for {
 		now := time.Now()
 		h.collect(now)
-		if h.stopping && h.claiming == 0 && h.inHand == 0 {
+		if h.stopping && h.claiming == 0 && h.sending == 0 && h.inHand == 0 {
 			h.failures, h.unready = 0, 0
 			h.count()
 			return
@@ -118,6 +119,7 @@ func (h *hub) run(ctx context.Context, cutOff func()) {
 			cutOff()
 		case out <- next:
 			h.waiting.pop()
+			h.sending++
 			h.probing = next.probe
 		case want <- limit:
 			h.claiming++
@@ -258,6 +260,7 @@ func (h *hub) take(c claimed) {
 // judge opens and shuts the gate. Only what was sent through the open gate and the probe count: sends that were under way when it shut
 // would only say the same thing several times.
 func (h *hub) judge(o outcome) {
+	h.sending--
 	if o.probe {
 		h.probing = false
 	}
