@@ -177,7 +177,7 @@ func (q *queue) push(m *message) {
 	heap.Push((*byDue)(q), queued{m, q.count})
 }
 
-func (q *queue) pop() *message { return heap.Pop((*byDue)(q)).(queued).message } //nolint:errcheck,forcetypeassert // the heap holds nothing else
+func (q *queue) pop() *message { return heap.Pop((*byDue)(q)).(queued).message }
 
 func (q *queue) head() *message {
 	if len(q.items) == 0 {
@@ -209,7 +209,7 @@ func (b *byDue) Less(i, j int) bool {
 	return cmp.Or(x.due.Compare(y.due), cmp.Compare(x.seq, y.seq)) < 0
 }
 func (b *byDue) Swap(i, j int) { b.items[i], b.items[j] = b.items[j], b.items[i] }
-func (b *byDue) Push(x any)    { b.items = append(b.items, x.(queued)) } //nolint:errcheck,forcetypeassert // pushed by queue alone
+func (b *byDue) Push(x any)    { b.items = append(b.items, x.(queued)) }
 func (b *byDue) Pop() any {
 	last := len(b.items) - 1
 	x := b.items[last]

@@ -160,7 +160,7 @@ func TestMessageWhoseAnswerIsLostIsSentAgainAndCancelsOnce(t *testing.T) {
 func refuseOrder(b *bundle, id string) *atomic.Int64 {
 	var n atomic.Int64
 	b.broker.Control(lapsetest.SendMessage, func(_ context.Context, req any) (any, error, bool) {
-		for _, m := range req.(*v2.SendMessageRequest).GetMessages() { //nolint:errcheck,forcetypeassert // the only request of this method
+		for _, m := range req.(*v2.SendMessageRequest).GetMessages() {
 			if slices.Contains(m.GetSystemProperties().GetKeys(), id) {
 				n.Add(1)
 				return v2.Code_MESSAGE_PROPERTIES_TOO_LARGE, nil, true

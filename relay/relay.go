@@ -44,8 +44,9 @@ func OpenSender(cfg RocketMQ, topic string) (*rmq.Producer, error) {
 }
 
 var (
-	// ErrRunning is returned by Run where it runs already, and ErrStopped by Ready where it does not, or is stopping.
+	// ErrRunning is returned by Run where it runs already.
 	ErrRunning = errors.New("the relay is running already")
+	// ErrStopped is returned by Ready where the relay does not run, or is stopping.
 	ErrStopped = errors.New("the relay does not run")
 
 	errNotAsked = errors.New("the outbox was not asked yet")
