@@ -276,14 +276,7 @@ func TestPurgeWaitsForNoCheckout(t *testing.T) {
 			return err
 		},
 	} {
-		locked, goOn := make(chan struct{}), make(chan struct{})
-		p.on(func(statement string) verdict {
-			if statement == "COMMIT" {
-				close(locked)
-				<-goOn
-			}
-			return pass
-		})
+		locked, goOn := p.standAtCommit()
 		var other sync.WaitGroup
 		other.Go(func() {
 			if err := standing(); err != nil {

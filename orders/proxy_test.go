@@ -71,6 +71,21 @@ func (p *proxy) on(judge func(statement string) verdict) {
 	p.judge.Store(&judge)
 }
 
+// standAtCommit makes the next transaction stop before its COMMIT. standing is closed when it stands there with all its locks; close goOn
+// to let it go.
+func (p *proxy) standAtCommit() (standing <-chan struct{}, goOn chan<- struct{}) {
+	there, leave := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	p.on(func(statement string) verdict {
+		if statement == "COMMIT" {
+			once.Do(func() { close(there) })
+			<-leave
+		}
+		return pass
+	})
+	return there, leave
+}
+
 // cut breaks every connection.
 func (p *proxy) cut() {
 	p.mu.Lock()

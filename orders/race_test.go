@@ -436,14 +436,7 @@ func TestUnknownIDInACancelBlocksNoInsert(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = through.Close() }()
-	locked, goOn := make(chan struct{}), make(chan struct{})
-	p.on(func(statement string) verdict {
-		if statement == "COMMIT" {
-			close(locked)
-			<-goOn
-		}
-		return pass
-	})
+	locked, goOn := p.standAtCommit()
 	last := b.place()
 	var cancel sync.WaitGroup
 	cancel.Go(func() {
@@ -475,14 +468,7 @@ func TestOpenClaimBlocksNoCheckout(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = through.Close() }()
-	locked, goOn := make(chan struct{}), make(chan struct{})
-	p.on(func(statement string) verdict {
-		if statement == "COMMIT" {
-			close(locked)
-			<-goOn
-		}
-		return pass
-	})
+	locked, goOn := p.standAtCommit()
 	var relay sync.WaitGroup
 	var claim orders.Claim
 	relay.Go(func() {
