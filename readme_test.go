@@ -109,7 +109,7 @@ func TestTheReadmesGoCodeCompiles(t *testing.T) {
 		if err := os.WriteFile(overlayFile, overlay, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		out, err := exec.CommandContext(t.Context(), "go", "build", "-overlay", overlayFile, "-o", filepath.Join(dir, "snippet"), "./readmesnippet").CombinedOutput() //nolint:gosec // our own arguments
+		out, err := exec.CommandContext(t.Context(), "go", "build", "-overlay", overlayFile, "-o", filepath.Join(dir, "snippet"), "./readmesnippet").CombinedOutput()
 		if err != nil {
 			t.Errorf("the README's code does not compile: %v\n%s\n%s", err, out, snippet)
 		}
@@ -135,7 +135,7 @@ func TestTheReadmesCommandsWork(t *testing.T) {
 			t.Run(line, func(t *testing.T) {
 				ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 				defer cancel()
-				cmd := exec.CommandContext(ctx, "bash", "-euc", "exec env "+line) //nolint:gosec // the README's own lines
+				cmd := exec.CommandContext(ctx, "bash", "-euc", "exec env "+line)
 				cmd.Env = env
 				cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 				cmd.WaitDelay = 30 * time.Second

@@ -122,7 +122,7 @@ func serveNames(host string, address *atomic.Value) (net.PacketConn, error) {
 			case q.Type == dnsmessage.TypeA:
 				reply.Answers = []dnsmessage.Resource{{
 					Header: dnsmessage.ResourceHeader{Name: q.Name, Type: q.Type, Class: q.Class},
-					Body:   &dnsmessage.AResource{A: address.Load().([4]byte)}, //nolint:errcheck // only this type is stored
+					Body:   &dnsmessage.AResource{A: address.Load().([4]byte)},
 				}}
 			}
 			if packed, err := reply.Pack(); err == nil {

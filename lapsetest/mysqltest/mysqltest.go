@@ -22,7 +22,7 @@ import (
 const (
 	// EnvDSN names a user who may create databases, as user:password@tcp(host:port)/. "scripts/stack env" prints it.
 	EnvDSN = "LAPSE_TEST_MYSQL_ADMIN_DSN"
-	// EnvRequired, set to 1, turns a skip for want of the servers into a failure: a green run must not mean "skipped".
+	// EnvRequired set to 1 turns a skip for want of the servers into a failure: a green run must not mean "skipped".
 	EnvRequired = "LAPSE_TEST_REQUIRE_STACK"
 )
 
