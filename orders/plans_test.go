@@ -104,7 +104,7 @@ func (b *bundle) explain(statement string) []plan {
 // TestPlansOnAFullDatabase lets the verbs run and explains each statement that they sent, as the server got it, with 1, 100 and 500 ids.
 // Every table of ours has to be entered through the index that the statement was written for.
 //
-// case DB-11, DB-14
+// case DB-14
 func TestPlansOnAFullDatabase(t *testing.T) {
 	t.Parallel()
 	b := setup(t)

@@ -114,7 +114,7 @@ func TestPaymentAndCancelAtTheSameInstantHaveOneWinner(t *testing.T) {
 	b.wantClean()
 }
 
-// case STK-1, STK-2, MQ-1, MQ-2, MQ-15
+// case STK-1, STK-2
 func TestOrderIsReleasedOnceHoweverManyCancelIt(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
