@@ -121,7 +121,7 @@ func TestOutboxDrainsInOrderAfterAnOutage(t *testing.T) {
 	case <-t.Context().Done():
 	}
 	full()
-	b.awaitState(t, "sent", count)
+	b.awaitState(t, "sent", int64(count))
 	failures := b.db.Int(t, "SELECT SUM(attempts) FROM outbox")
 	if failures > int64(count)/2 {
 		t.Errorf("%d attempts were made while the broker was full, want few: the relay as a whole has to pause", failures)
