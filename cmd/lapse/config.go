@@ -426,9 +426,38 @@ func (l *loading) decode() {
 	}
 }
 
-// checkTogether refuses settings that are allowed alone and not beside one another. What only one library can judge, its constructor says.
+// checkTogether refuses settings that are allowed alone and not beside one another. The libraries refuse them too, when a service starts
+// and in the names of their fields; here every command does, in the names of the keys.
 func (l *loading) checkTogether() {
 	s := &l.settings
+	is := func(name string) string {
+		words, err := l.show(theKeys[name])
+		if err != nil {
+			words = err.Error()
+		}
+		return fmt.Sprintf("%s is %s%s", name, words, l.by(name))
+	}
+	for _, pair := range []struct {
+		low, high string
+		wrong     bool
+	}{
+		{"relay.claim_limit", "relay.max_in_hand", s.Relay.ClaimLimit > s.Relay.MaxInHand},
+		{"relay.backoff_min", "relay.backoff_max", s.Relay.BackoffMin > s.Relay.BackoffMax},
+		{"consumer.backoff_min", "consumer.backoff_max", s.Consumer.BackoffMin > s.Consumer.BackoffMax},
+	} {
+		if pair.wrong {
+			l.refuse("%s and %s; the first must not be more than the second", is(pair.low), is(pair.high))
+		}
+	}
+	if s.Consumer.CancelTimeout >= s.Consumer.Invisible {
+		l.refuse("%s and %s; a transaction must be over before its message shows again, so the first must be shorter", is("consumer.cancel_timeout"), is("consumer.invisible"))
+	}
+	if s.Relay.Linger+s.Relay.SendTimeout > s.Relay.Lease/2 {
+		l.refuse("%s, %s and %s; the first two together must be at most half of the third, so that a send ends before the lease does", is("relay.linger"), is("relay.send_timeout"), is("relay.lease"))
+	}
+	if s.Relay.Tick%time.Millisecond != 0 {
+		l.refuse("%s; it must be whole milliseconds", is("relay.tick"))
+	}
 	if s.Orders.Timeout > s.Orders.MaxLifetime {
 		l.refuse("orders.timeout is %s%s, longer than orders.max_lifetime, %s%s", short(s.Orders.Timeout), l.by("orders.timeout"), short(s.Orders.MaxLifetime), l.by("orders.max_lifetime"))
 	}

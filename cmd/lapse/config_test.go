@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"go.yaml.in/yaml/v3"
 
 	"github.com/lapse-orders/lapse/configs"
@@ -184,6 +185,9 @@ func sample(t *testing.T, k key) (words string, value any) {
 var partners = map[string]string{
 	"rocketmq.access_key": "rocketmq.secret_key", "rocketmq.secret_key": "rocketmq.access_key", "rocketmq.secret_key_file": "rocketmq.access_key",
 	"rocketmq.tls.cert_file": "rocketmq.tls.key_file", "rocketmq.tls.key_file": "rocketmq.tls.cert_file",
+	// Their smallest value is too small beside the other's default.
+	"relay.backoff_max": "relay.backoff_min", "relay.lease": "relay.send_timeout",
+	"consumer.backoff_max": "consumer.backoff_min", "consumer.invisible": "consumer.cancel_timeout",
 }
 
 func TestEveryKeyCanBeSetByFileEnvironmentAndSet(t *testing.T) {
@@ -325,36 +329,41 @@ func TestRefusals(t *testing.T) {
 		want    []string
 	}{
 		// case CFG-1
-		"a misspelt key is named":           {yaml: "timeuot: 5m\n", want: []string{`"timeuot"`, ":1", "did you mean orders.timeout"}},
-		"a misspelt key in a section":       {yaml: "relay:\n  # a comment\n  max_dealy: 5m\n", want: []string{`"relay.max_dealy"`, ":3", "did you mean relay.max_delay"}},
-		"a misspelt section":                {yaml: "relais:\n  tick: 100ms\n", want: []string{`"relais"`, ":1"}},
-		"a key under the wrong section":     {yaml: "consumer:\n  tick: 100ms\n", want: []string{`"consumer.tick"`}},
-		"a key in another case":             {yaml: "Relay:\n  tick: 100ms\n", want: []string{`"Relay"`}},
-		"a key with dots":                   {yaml: "relay.tick: 100ms\n", want: []string{":1", "relay.tick is written with a dot", "tick under relay:"}},
-		"a key given twice":                 {yaml: "log:\n  level: info\n  level: warn\n", want: []string{":3", "log.level is given twice", "line 2"}},
-		"a section given twice":             {yaml: "log:\n  level: info\nlog:\n  format: json\n", want: []string{":3", "log is given twice", "line 1"}},
-		"a value for a section":             {yaml: "log: info\n", want: []string{":1", "log is a section"}},
-		"a list for a section":              {yaml: "log: [info]\n", want: []string{":1", "log is a section"}},
-		"a section for a value":             {yaml: "relay:\n  tick:\n    every: 100ms\n", want: []string{"relay.tick", "must be a duration"}},
-		"no sections at all":                {yaml: "info\n", want: []string{":1", "expected sections"}},
-		"a second document":                 {yaml: "log:\n  level: info\n---\nlog:\n  level: warn\n", want: []string{"second document"}},
-		"no YAML":                           {yaml: "log:\n\tlevel: info\n", want: []string{"line 2"}},
-		"an unknown key in --set":           {set: []string{"relay.lingr=1s"}, want: []string{"--set", `"relay.lingr"`, "did you mean relay.linger"}},
-		"--set without a value":             {set: []string{"relay.linger"}, want: []string{`--set "relay.linger"`, "key=value"}},
-		"a deadline beyond the cap":         {set: []string{"orders.timeout=200h"}, want: []string{"orders.timeout is 200h", "--set", "orders.max_lifetime, 168h"}},
-		"an access key alone":               {set: []string{"rocketmq.access_key=a"}, want: []string{"rocketmq.access_key", "rocketmq.secret_key is not", "both"}},
-		"a secret key alone":                {environ: []string{"LAPSE_ROCKETMQ_SECRET_KEY=s3cr3t"}, want: []string{"rocketmq.secret_key", "rocketmq.access_key is not", "both"}},
-		"a certificate without a key":       {set: []string{"rocketmq.tls.cert_file=a"}, want: []string{"rocketmq.tls.cert_file", "rocketmq.tls.key_file is not"}},
-		"no topic":                          {set: []string{"rocketmq.topic="}, want: []string{"rocketmq.topic is empty", "--set"}},
-		"no group":                          {set: []string{"rocketmq.group="}, want: []string{"rocketmq.group is empty"}},
-		"a topic with a blank":              {set: []string{"rocketmq.topic=a b"}, want: []string{"rocketmq.topic", `"a b"`, "blank"}},
-		"profiles for the network":          {set: []string{"http.pprof=0.0.0.0:6060"}, want: []string{"http.pprof", "0.0.0.0:6060", "loopback"}},
-		"profiles for a name":               {set: []string{"http.pprof=example.org:6060"}, want: []string{"http.pprof", "loopback"}},
-		"a DSN that is none":                {environ: []string{"LAPSE_MYSQL_DSN=mysql://u:s3cr3t@db/shop"}, want: []string{"mysql.dsn", "environment LAPSE_MYSQL_DSN", "user:password@tcp(host:port)/database"}},
-		"a DSN without database":            {environ: []string{"LAPSE_MYSQL_DSN_RELAY=u:s3cr3t@tcp(db:1)/"}, want: []string{"mysql.dsn_relay", "names no database for db:1"}},
-		"a secret and its file":             {environ: []string{"LAPSE_MYSQL_DSN=u:s3cr3t@tcp(db:1)/d", "LAPSE_MYSQL_DSN_FILE=/s"}, want: []string{"mysql.dsn (from environment LAPSE_MYSQL_DSN)", "mysql.dsn_file (from environment LAPSE_MYSQL_DSN_FILE)", "keep one"}},
-		"a secret's file that is not there": {environ: []string{"LAPSE_MYSQL_DSN_FILE=/not/there"}, want: []string{"mysql.dsn_file", "/not/there", "cannot be read", "no such file"}},
-		"a secret's file that is empty":     {environ: []string{"LAPSE_MYSQL_DSN_FILE=/dev/null"}, want: []string{"mysql.dsn_file", "/dev/null", "is empty"}},
+		"a misspelt key is named":                      {yaml: "timeuot: 5m\n", want: []string{`"timeuot"`, ":1", "did you mean orders.timeout"}},
+		"a misspelt key in a section":                  {yaml: "relay:\n  # a comment\n  max_dealy: 5m\n", want: []string{`"relay.max_dealy"`, ":3", "did you mean relay.max_delay"}},
+		"a misspelt section":                           {yaml: "relais:\n  tick: 100ms\n", want: []string{`"relais"`, ":1"}},
+		"a key under the wrong section":                {yaml: "consumer:\n  tick: 100ms\n", want: []string{`"consumer.tick"`}},
+		"a key in another case":                        {yaml: "Relay:\n  tick: 100ms\n", want: []string{`"Relay"`}},
+		"a key with dots":                              {yaml: "relay.tick: 100ms\n", want: []string{":1", "relay.tick is written with a dot", "tick under relay:"}},
+		"a key given twice":                            {yaml: "log:\n  level: info\n  level: warn\n", want: []string{":3", "log.level is given twice", "line 2"}},
+		"a section given twice":                        {yaml: "log:\n  level: info\nlog:\n  format: json\n", want: []string{":3", "log is given twice", "line 1"}},
+		"a value for a section":                        {yaml: "log: info\n", want: []string{":1", "log is a section"}},
+		"a list for a section":                         {yaml: "log: [info]\n", want: []string{":1", "log is a section"}},
+		"a section for a value":                        {yaml: "relay:\n  tick:\n    every: 100ms\n", want: []string{"relay.tick", "must be a duration"}},
+		"no sections at all":                           {yaml: "info\n", want: []string{":1", "expected sections"}},
+		"a second document":                            {yaml: "log:\n  level: info\n---\nlog:\n  level: warn\n", want: []string{"second document"}},
+		"no YAML":                                      {yaml: "log:\n\tlevel: info\n", want: []string{"line 2"}},
+		"an unknown key in --set":                      {set: []string{"relay.lingr=1s"}, want: []string{"--set", `"relay.lingr"`, "did you mean relay.linger"}},
+		"--set without a value":                        {set: []string{"relay.linger"}, want: []string{`--set "relay.linger"`, "key=value"}},
+		"a deadline beyond the cap":                    {set: []string{"orders.timeout=200h"}, want: []string{"orders.timeout is 200h", "--set", "orders.max_lifetime, 168h"}},
+		"an access key alone":                          {set: []string{"rocketmq.access_key=a"}, want: []string{"rocketmq.access_key", "rocketmq.secret_key is not", "both"}},
+		"a secret key alone":                           {environ: []string{"LAPSE_ROCKETMQ_SECRET_KEY=s3cr3t"}, want: []string{"rocketmq.secret_key", "rocketmq.access_key is not", "both"}},
+		"a certificate without a key":                  {set: []string{"rocketmq.tls.cert_file=a"}, want: []string{"rocketmq.tls.cert_file", "rocketmq.tls.key_file is not"}},
+		"no topic":                                     {set: []string{"rocketmq.topic="}, want: []string{"rocketmq.topic is empty", "--set"}},
+		"no group":                                     {set: []string{"rocketmq.group="}, want: []string{"rocketmq.group is empty"}},
+		"a topic with a blank":                         {set: []string{"rocketmq.topic=a b"}, want: []string{"rocketmq.topic", `"a b"`, "blank"}},
+		"profiles for the network":                     {set: []string{"http.pprof=0.0.0.0:6060"}, want: []string{"http.pprof", "0.0.0.0:6060", "loopback"}},
+		"profiles for a name":                          {set: []string{"http.pprof=example.org:6060"}, want: []string{"http.pprof", "loopback"}},
+		"a transaction as long as a message is hidden": {set: []string{"consumer.invisible=10s"}, want: []string{"consumer.cancel_timeout is 10s and", "consumer.invisible is 10s (from --set)", "shorter"}},
+		"a send as long as its lease":                  {set: []string{"relay.lease=4s"}, want: []string{"relay.send_timeout is 5s", "relay.lease is 4s (from --set)", "half"}},
+		"a claim that does not fit in hand":            {set: []string{"relay.max_in_hand=100"}, want: []string{"relay.claim_limit is 5000 and relay.max_in_hand is 100 (from --set)"}},
+		"a least pause above the most":                 {set: []string{"consumer.backoff_min=6s", "relay.backoff_max=100ms"}, want: []string{"consumer.backoff_min is 6s (from --set) and consumer.backoff_max is 5s", "relay.backoff_min is 200ms and relay.backoff_max is 100ms"}},
+		"a tick of half a millisecond":                 {set: []string{"relay.tick=1500us"}, want: []string{"relay.tick is 1.5ms", "whole milliseconds"}},
+		"a DSN that is none":                           {environ: []string{"LAPSE_MYSQL_DSN=mysql://u:s3cr3t@db/shop"}, want: []string{"mysql.dsn", "environment LAPSE_MYSQL_DSN", "user:password@tcp(host:port)/database"}},
+		"a DSN without database":                       {environ: []string{"LAPSE_MYSQL_DSN_RELAY=u:s3cr3t@tcp(db:1)/"}, want: []string{"mysql.dsn_relay", "names no database for db:1"}},
+		"a secret and its file":                        {environ: []string{"LAPSE_MYSQL_DSN=u:s3cr3t@tcp(db:1)/d", "LAPSE_MYSQL_DSN_FILE=/s"}, want: []string{"mysql.dsn (from environment LAPSE_MYSQL_DSN)", "mysql.dsn_file (from environment LAPSE_MYSQL_DSN_FILE)", "keep one"}},
+		"a secret's file that is not there":            {environ: []string{"LAPSE_MYSQL_DSN_FILE=/not/there"}, want: []string{"mysql.dsn_file", "/not/there", "cannot be read", "no such file"}},
+		"a secret's file that is empty":                {environ: []string{"LAPSE_MYSQL_DSN_FILE=/dev/null"}, want: []string{"mysql.dsn_file", "/dev/null", "is empty"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -585,6 +594,50 @@ func TestEveryKeyReachesTheLibrary(t *testing.T) {
 		t.Errorf("the loops get %s and %s of a grace of %s; want one part of it", drain, s.consumerConfig().ShutdownGrace, cfg.Shutdown.Grace)
 	}
 }
+
+// What the check takes starts: every key is tried with its smallest and its greatest value.
+func TestWhatTheCheckTakesTheLibrariesTake(t *testing.T) {
+	t.Parallel()
+	store, err := orders.Open("u:p@tcp(127.0.0.1:1)/d", orders.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Close() })
+	for _, k := range keys {
+		var ends []string
+		switch k.kind {
+		case kindInt:
+			ends = []string{fmt.Sprint(k.from), fmt.Sprint(k.to)}
+		case kindDuration:
+			ends = []string{k.min.String(), k.max.String()}
+		}
+		for _, words := range ends {
+			cfg, err := load(sources{set: []string{k.name + "=" + words}})
+			if err != nil {
+				continue // refused beside the other defaults
+			}
+			s := &service{cfg: cfg, reg: prometheus.NewRegistry()}
+			consuming := s.consumerConfig()
+			consuming.EarlyWait = 0 // the store's own
+			_, consumerErr := consumer.New(store, store, neverReady{}, consuming)
+			_, relayErr := relay.New(store, neverReady{}, s.relayConfig())
+			for _, err := range []error{consumerErr, relayErr} {
+				if err != nil {
+					t.Errorf("%s=%s passes the check, and then: %v", k.name, words, err)
+				}
+			}
+		}
+	}
+}
+
+// neverReady is a broker that nobody asks.
+type neverReady struct {
+	consumer.Source
+	relay.Sender
+}
+
+// Ready says that it is not.
+func (neverReady) Ready() error { return rmq.ErrNotReady }
 
 // snake is max_in_hand for MaxInHand, and io_timeout for IOTimeout.
 func snake(field string) string {
