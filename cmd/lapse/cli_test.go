@@ -62,13 +62,15 @@ func TestExitCodesAndWhatIsSaid(t *testing.T) {
 		{"a file named by the environment that is missing", []string{"LAPSE_CONFIG=/not/there.yaml"}, []string{"config"}, 2, "read the file that LAPSE_CONFIG names"},
 		{"no file named", nil, []string{"config"}, 0, ""},
 		{"an empty name of a file", nil, []string{"config", "--config", ""}, 2, "--config names no file"},
-		{"settings that a library refuses together", []string{unreachable}, []string{"relay", "--set", "relay.lease=5s", "--http-addr", "127.0.0.1:0"}, 2, "half of Lease"},
+		{"settings that are refused together", []string{unreachable}, []string{"relay", "--set", "relay.lease=5s", "--http-addr", "127.0.0.1:0"}, 2, "relay.lease is 5s (from --set)"},
+		{"the same where nothing is started", nil, []string{"config", "--set", "consumer.invisible=10s"}, 2, "consumer.cancel_timeout is 10s"},
 		{"a certificate that is not there", []string{unreachable}, []string{"consume", "--set", "rocketmq.tls.ca_file=/not/there.pem", "--http-addr", "127.0.0.1:0"}, 2, "/not/there.pem"},
 		{"a time zone that is none", []string{"TZ=Mars/Olympus"}, []string{"version"}, 2, `TZ is "Mars/Olympus"`}, // case JOB-7
 		{"a database that is not there", []string{unreachable}, []string{"cancel", "12", "--reason", "x"}, 3, closed},
 		{"a database that is not there, for migrate", []string{unreachable}, []string{"migrate", "up"}, 3, closed},
 		{"a service that is not there", nil, []string{"health", "--http-addr", closed}, 3, "nothing answers"},
 		{"version", nil, []string{"version"}, 0, ""},
+		{"version as a flag", nil, []string{"--version"}, 0, ""},
 		{"help", nil, []string{"help", "migrate", "up"}, 0, ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -374,12 +376,12 @@ func TestOnlyAMissingTopicIsKeptFromTheLogOfDeadLetters(t *testing.T) {
 func TestReadinessIsLoggedWhenItChanges(t *testing.T) {
 	t.Parallel()
 	var b output
-	var database, broker error
+	var database, broker, loop error
 	reg := prometheus.NewRegistry()
 	w, err := newWatch("relay", []check{
 		{name: checkDatabase, ready: func(context.Context) error { return database }},
 		{name: checkBroker, ready: func(context.Context) error { return broker }},
-		{name: "relay", ready: func(context.Context) error { return errors.Join(database, broker) }, loop: true},
+		{name: "relay", ready: func(context.Context) error { return errors.Join(database, broker, loop) }, loop: true},
 	}, newLogger(&b, "info", "json"), reg)
 	if err != nil {
 		t.Fatal(err)
@@ -402,7 +404,9 @@ func TestReadinessIsLoggedWhenItChanges(t *testing.T) {
 	}
 	broker = errors.New("no route")
 	look("at the start", `{"level":"INFO","msg":"waiting","for":"broker,relay"}`+"\n", `"missing": "waits for the broker"`)
-	broker = nil
+	broker, loop = nil, errors.New("not asked yet")
+	look("when one thing comes after the other", `{"level":"INFO","msg":"waiting","for":"relay"}`+"\n", `"missing": "not asked yet"`)
+	loop = nil
 	look("when all is there", `{"level":"INFO","msg":"ready"}`+"\n", `"version"`)
 	database = errors.New("connection refused")
 	look("when the database goes", `{"level":"WARN","msg":"not ready","missing":"database,relay","err":"connection refused"}`+"\n", `"missing": "connection refused"`)

@@ -61,6 +61,8 @@ type watch struct {
 	checks  []check
 	log     *slog.Logger
 	gauge   *prometheus.GaugeVec
+	// worked says that everything was there once; only look uses it.
+	worked bool
 
 	mu   sync.Mutex
 	last readiness // guarded by mu
@@ -120,11 +122,12 @@ func (w *watch) look(ctx context.Context) {
 	}
 	switch why, down := missing[checkDatabase]; {
 	case now.Ready:
+		w.worked = true
 		w.log.Info("ready")
 	case down:
 		w.log.Warn("not ready", "missing", strings.Join(names, ","), "err", why)
-	case before.Checks[0].Missing == starting:
-		// Every start takes its second or two, which is nothing to warn of.
+	case !w.worked:
+		// Every start takes its second or two, in which one thing comes after the other: nothing to warn of.
 		w.log.Info("waiting", "for", strings.Join(names, ","))
 	default:
 		// The parts have logged their own reasons.
