@@ -41,7 +41,7 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 	m := &metrics{
 		received:      r.counter("lapse_messages_received_total", "Timed messages received, redeliveries included."),
 		redelivered:   r.counter("lapse_messages_redelivered_total", "Timed messages received that had been delivered before. Duplicates after a broker's crash are not among them: they come with attempt 1."),
-		receiveErrors: r.counter("lapse_receive_errors_total", "Receives that failed."),
+		receiveErrors: r.counter("lapse_receive_errors_total", "Receives that failed, once the connection to RocketMQ had been made."),
 		newer:         r.counter("lapse_messages_newer_version_total", "Deliveries of messages of a newer version, left to a newer consumer."),
 		handedBack:    r.counter("lapse_messages_handed_back_total", "Messages made visible again undone: for want of room, or at the end."),
 		early:         r.counter("lapse_orders_early_total", "Orders whose message came a little before they were due, and that were waited for."),

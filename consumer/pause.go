@@ -67,7 +67,7 @@ func (c *Consumer) keep(ctx context.Context) {
 		c.set(func() {
 			c.paused = nil
 			c.metrics.paused.Dec()
-			c.log.Info("at work", "after", time.Since(c.since).Round(time.Millisecond))
+			c.log.Info("the database takes work", "after", time.Since(c.since).Round(time.Millisecond))
 		})
 	}
 }

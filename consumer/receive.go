@@ -38,10 +38,13 @@ func (c *Consumer) receive(ctx context.Context) {
 			failures = 0
 			continue
 		}
-		c.metrics.receiveErrors.Inc()
 		failures++
-		if !errors.Is(err, ErrNotReady) && !c.deaf.Swap(true) {
-			c.log.Warn("messages cannot be received", "err", err)
+		// The wait for the first connection is no failure, and has been logged as what it is.
+		if !errors.Is(err, ErrNotReady) {
+			c.metrics.receiveErrors.Inc()
+			if !c.deaf.Swap(true) {
+				c.log.Warn("messages cannot be received", "err", err)
+			}
 		}
 		if !sleep(ctx, c.backoff(failures)) {
 			return
