@@ -179,7 +179,11 @@ func (c *connector[C]) connect(group string) error {
 			c.started = err == nil
 			c.mu.Unlock()
 			if err == nil && c.ctx.Err() == nil {
-				c.cfg.Logger.Info("rocketmq is ready", "endpoints", c.cfg.Endpoints, "topics", c.topics, "group", group)
+				args := []any{"endpoints", c.cfg.Endpoints, "topics", c.topics}
+				if group != "" { // a producer has none
+					args = append(args, "group", group)
+				}
+				c.cfg.Logger.Info("rocketmq is ready", args...)
 			}
 			if err != nil {
 				unregisterLink(identity.GetClientID())
