@@ -69,7 +69,8 @@ type NewOrder struct {
 	Channel, UserID string
 	// Currency is required, by convention the ISO 4217 code; compared byte by byte with that of a payment.
 	Currency string
-	// Amount in minor units, not negative.
+	// Amount in minor units, not negative. With 0 there is nothing to pay, so the order never becomes paid (a payment of it is a
+	// mismatch and refunded whole): give it NoDeadline, or it is cancelled at its deadline.
 	Amount int64
 	// Items may be empty. The same SKU on two lines is summed; the two lines must then have one price.
 	Items []Item
