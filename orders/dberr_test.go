@@ -354,14 +354,39 @@ func TestReplicaInPlaceOfThePrimaryIsUnavailable(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	replica := func(database string) *orders.Store {
+	replica := func(user, password, database string) *orders.Store {
 		return b.open(orders.Config{MaxOpenConns: 1}, func(c *mysql.Config) {
-			c.Addr, c.User, c.Passwd, c.DBName = parsed.Addr, parsed.User, parsed.Passwd, database
+			c.Addr, c.User, c.Passwd, c.DBName = parsed.Addr, user, password, database
 		})
 	}
-	system := replica("mysql")
+	system := b.open(orders.Config{MaxOpenConns: 2}, func(c *mysql.Config) {
+		c.Addr, c.User, c.Passwd, c.DBName = parsed.Addr, parsed.User, parsed.Passwd, "mysql"
+	})
 	if err := system.Ready(b.ctx); !orders.IsUnavailable(err) || !strings.Contains(err.Error(), "read-only") {
 		t.Errorf("ready on a replica: %v", err)
+	}
+	user, password := parsed.User, parsed.Passwd
+	if b.isMariaDB() {
+		// There is no super_read_only: administrators may write on a replica, also an account, which nobody else hears of.
+		user, password = strings.TrimPrefix(b.db.Name, "lapse_test_"), "writer"
+		conn, err := system.DB().Conn(b.ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, statement := range []string{
+			"SET sql_log_bin = 0", "CREATE USER '" + user + "'@'%' IDENTIFIED BY '" + password + "'",
+			"GRANT SELECT, INSERT, UPDATE ON `lapse%`.* TO '" + user + "'@'%'",
+		} {
+			if _, err := conn.ExecContext(b.ctx, statement); err != nil {
+				t.Fatal(err)
+			}
+		}
+		t.Cleanup(func() {
+			if _, err := conn.ExecContext(context.WithoutCancel(b.ctx), "DROP USER '"+user+"'@'%'"); err != nil {
+				t.Error(err)
+			}
+			_ = conn.Close()
+		})
 	}
 	// A replica that is busy with other tests may take long to have our database: any that has our tables will do, until it goes.
 	eventuallyEvery(t, 100*time.Millisecond, "the replica has a database with our tables", func() bool {
@@ -374,7 +399,7 @@ func TestReplicaInPlaceOfThePrimaryIsUnavailable(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		store := replica(database)
+		store := replica(user, password, database)
 		defer func() { _ = store.Close() }()
 		_, placing := store.Place(b.ctx, orders.NewOrder{Currency: "EUR"})
 		_, cancelling := store.CancelDue(b.ctx, []string{"1"}) // unknown, so it is parked: a write
