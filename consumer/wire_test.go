@@ -349,7 +349,7 @@ func TestAMessageEarlyByFarIsTimedAnewAndAcknowledged(t *testing.T) {
 	for _, p := range claim.Rows {
 		sent = append(sent, p.OrderID)
 	}
-	if _, err := w.store.MarkSent(t.Context(), claim.Token, sent, "hop", time.Now().Truncate(time.Millisecond)); err != nil {
+	if _, err := w.store.MarkSent(t.Context(), claim.Token, []orders.Sent{{IDs: sent, MessageID: "hop", Due: time.Now().Truncate(time.Millisecond)}}); err != nil {
 		t.Fatal(err)
 	}
 	m := w.expire(t, far[0], near[0])

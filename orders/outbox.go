@@ -129,14 +129,49 @@ func (s *Store) ClaimOutbox(ctx context.Context, limit int, lease time.Duration)
 // maxClaim bounds a claim: its rows are locked and its ids are in memory.
 const maxClaim = 10_000
 
-// MarkSent records that one timed message, due at due, was stored by the broker for these orders, and sets when their rows may be
+// Sent is one timed message that the broker has stored: its orders, its id and its due instant.
+type Sent struct {
+	IDs       []int64
+	MessageID string
+	Due       time.Time
+}
+
+// MarkSent records that these timed messages were stored by the broker, all in one transaction, and sets when their orders' rows may be
 // purged. It gives the number of rows that still carried the token; the others were claimed or timed anew meanwhile and will be sent
 // again, which is harmless.
-func (s *Store) MarkSent(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error) {
-	return s.mark(ctx, "mark outbox rows sent", token, ids, func(now time.Time) (string, []any) {
-		return "state = 'sent', message_id = ?, sent_at = ?, deliver_at = ?, available_at = ?, lease_token = NULL, last_error = NULL",
-			[]any{clip(messageID, 64), at(now), at(due), at(now.Add(s.cfg.OutboxRetention))}
+//
+// Several messages at once since a transaction costs more than its rows: a backlog whose orders hardly share ticks is one of many small
+// messages.
+func (s *Store) MarkSent(ctx context.Context, token string, messages []Sent) (int, error) {
+	var all []int64
+	for _, m := range messages {
+		all = append(all, m.IDs...)
+	}
+	slices.Sort(all)
+	var total int
+	err := s.inTx(ctx, "mark outbox rows sent", func(ctx context.Context, t *txn) error {
+		total = 0
+		if len(messages) > 1 {
+			// Their ids interleave, and locks on the outbox are taken in the order of ids.
+			for part := range slices.Chunk(all, maxRows) {
+				err := t.each(ctx, "SELECT order_id FROM outbox FORCE INDEX (PRIMARY) WHERE order_id IN ("+marks(len(part))+") ORDER BY order_id FOR UPDATE", anys(part),
+					func(*sql.Rows) error { return nil })
+				if err != nil {
+					return fmt.Errorf("lock %d rows: %w", len(part), err)
+				}
+			}
+		}
+		for _, m := range messages {
+			n, err := t.mark(ctx, token, m.IDs, "state = 'sent', message_id = ?, sent_at = ?, deliver_at = ?, available_at = ?, lease_token = NULL, last_error = NULL",
+				clip(m.MessageID, 64), at(t.now), at(m.Due), at(t.now.Add(s.cfg.OutboxRetention)))
+			if err != nil {
+				return err
+			}
+			total += n
+		}
+		return nil
 	})
+	return total, err
 }
 
 // MarkRetry gives rows back whose send failed: another attempt may be made after pause.
@@ -197,20 +232,24 @@ func (s *Store) MarkParked(ctx context.Context, token string, ids []int64, reaso
 // mark changes leased rows that still carry the token, and gives how many did.
 func (s *Store) mark(ctx context.Context, doing, token string, ids []int64, set func(now time.Time) (string, []any)) (int, error) {
 	var total int
-	err := s.inTx(ctx, doing, func(ctx context.Context, t *txn) error {
-		total = 0
+	err := s.inTx(ctx, doing, func(ctx context.Context, t *txn) (err error) {
 		assign, values := set(t.now)
-		for part := range slices.Chunk(slices.Sorted(slices.Values(ids)), maxRows) {
-			args := append(append(slices.Clone(values), anys(part)...), token)
-			n, err := t.exec(ctx, "UPDATE outbox FORCE INDEX (PRIMARY) SET "+assign+" WHERE order_id IN ("+marks(len(part))+") AND lease_token = ?", args...)
-			if err != nil {
-				return fmt.Errorf("%d rows: %w", len(part), err)
-			}
-			total += int(n)
-		}
-		return nil
+		total, err = t.mark(ctx, token, ids, assign, values...)
+		return err
 	})
 	return total, err
+}
+
+func (t *txn) mark(ctx context.Context, token string, ids []int64, assign string, values ...any) (total int, err error) {
+	for part := range slices.Chunk(slices.Sorted(slices.Values(ids)), maxRows) {
+		args := append(append(slices.Clone(values), anys(part)...), token)
+		n, err := t.exec(ctx, "UPDATE outbox FORCE INDEX (PRIMARY) SET "+assign+" WHERE order_id IN ("+marks(len(part))+") AND lease_token = ?", args...)
+		if err != nil {
+			return 0, fmt.Errorf("%d rows: %w", len(part), err)
+		}
+		total += int(n)
+	}
+	return total, nil
 }
 
 // PurgeOutbox deletes up to limit rows of sent or parked messages whose retention is over and whose order is final or gone, and gives

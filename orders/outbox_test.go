@@ -88,12 +88,12 @@ func TestMarksOfALeaseThatEndedMatchNothing(t *testing.T) {
 		t.Fatalf("not claimed after the lease ended: %+v", second)
 	}
 	ids := []int64{id}
-	b.wantMarked("sent", 0)(b.store.MarkSent(b.ctx, first.Token, ids, "m1", noon))
+	b.wantMarked("sent", 0)(b.store.MarkSent(b.ctx, first.Token, []orders.Sent{{IDs: ids, MessageID: "m1", Due: noon}}))
 	b.wantMarked("retry", 0)(b.store.MarkRetry(b.ctx, first.Token, ids, time.Second, errors.New("x")))
 	b.wantMarked("unclaim", 0)(b.store.Unclaim(b.ctx, first.Token, ids))
 	b.wantMarked("parked", 0)(b.store.MarkParked(b.ctx, first.Token, ids, "x"))
-	b.wantMarked("sent", 1)(at(31*time.Second).store.MarkSent(b.ctx, second.Token, ids, "m2", noon.Add(30*time.Minute)))
-	b.wantMarked("sent again", 0)(b.store.MarkSent(b.ctx, second.Token, ids, "m3", noon))
+	b.wantMarked("sent", 1)(at(31*time.Second).store.MarkSent(b.ctx, second.Token, []orders.Sent{{IDs: ids, MessageID: "m2", Due: noon.Add(30 * time.Minute)}}))
+	b.wantMarked("sent again", 0)(b.store.MarkSent(b.ctx, second.Token, []orders.Sent{{IDs: ids, MessageID: "m3", Due: noon}}))
 	row := b.row(id)
 	if row.State != "sent" || row.MessageID != "m2" || row.Leased || !row.SentAt.Equal(noon.Add(31*time.Second)) || !row.AvailableAt.Equal(noon.Add(48*time.Hour+31*time.Second)) {
 		t.Errorf("%+v", row)
@@ -115,7 +115,7 @@ func TestMarksOfARowThatWasTimedAnewMatchNothing(t *testing.T) {
 	if out := at(time.Second).cancelDue(early)[0]; out.Result != orders.ResultNotDue {
 		t.Fatal(out)
 	}
-	b.wantMarked("sent", 0)(b.store.MarkSent(b.ctx, c.Token, []int64{extended, early}, "m1", noon.Add(30*time.Minute)))
+	b.wantMarked("sent", 0)(b.store.MarkSent(b.ctx, c.Token, []orders.Sent{{IDs: []int64{extended, early}, MessageID: "m1", Due: noon.Add(30 * time.Minute)}}))
 	row := b.row(extended)
 	if row.State != "pending" || row.Leased || !row.DeliverAt.Equal(noon.Add(time.Hour)) || !row.AvailableAt.Equal(noon.Add(time.Second)) || row.MessageID != "" {
 		t.Errorf("extended: %+v", row)
@@ -164,6 +164,34 @@ func TestFailedSendWaitsItsPauseAndCounts(t *testing.T) {
 	}
 }
 
+func TestSeveralMessagesAreMarkedTogetherEachWithItsOwnIDAndDue(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	var ids []int64
+	for range 4 {
+		ids = append(ids, b.on(b.at(noon, orders.Config{})).place().ID)
+	}
+	slices.Sort(ids)
+	now := b.on(b.at(noon.Add(time.Second), orders.Config{}))
+	c := now.claim(9, 30*time.Second)
+	if _, err := now.store.ExtendDeadline(b.ctx, ids[3], noon.Add(time.Hour), "support"); err != nil {
+		t.Fatal(err)
+	}
+	// Their ids interleave, and the last order was timed anew meanwhile.
+	one := orders.Sent{IDs: []int64{ids[2], ids[0]}, MessageID: "m1", Due: noon.Add(30 * time.Minute)}
+	two := orders.Sent{IDs: []int64{ids[3], ids[1]}, MessageID: "m2", Due: noon.Add(31 * time.Minute)}
+	b.wantMarked("sent", 3)(now.store.MarkSent(b.ctx, c.Token, []orders.Sent{one, two}))
+	for i, want := range []orders.Sent{one, two, one} {
+		if row := b.row(ids[i]); row.State != "sent" || row.MessageID != want.MessageID || !row.DeliverAt.Equal(want.Due) || row.Leased {
+			t.Errorf("order %d: %+v, want it in message %s, due %s", i, row, want.MessageID, want.Due)
+		}
+	}
+	if row := b.row(ids[3]); row.State != "pending" || row.MessageID != "" || !row.DeliverAt.Equal(noon.Add(time.Hour)) {
+		t.Errorf("timed anew: %+v", row)
+	}
+	b.wantMarked("nothing", 0)(now.store.MarkSent(b.ctx, c.Token, nil))
+}
+
 func TestTwoRelaysClaimEveryRowOnce(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
@@ -184,7 +212,7 @@ func TestTwoRelaysClaimEveryRowOnce(t *testing.T) {
 				if len(c.Rows) == 0 {
 					return
 				}
-				n, err := b.store.MarkSent(b.ctx, c.Token, claimed(c), "m", time.Now())
+				n, err := b.store.MarkSent(b.ctx, c.Token, []orders.Sent{{IDs: claimed(c), MessageID: "m", Due: time.Now()}})
 				if err != nil || n != len(c.Rows) {
 					t.Errorf("%d of %d marked, %v", n, len(c.Rows), err)
 				}
@@ -218,7 +246,7 @@ func TestPurgeTakesOnlyWhatIsFinalAndOver(t *testing.T) {
 	}
 	at(0).place(n(8)) // never sent
 	c := at(0).claim(7, time.Minute)
-	b.wantMarked("sent", 6)(at(0).store.MarkSent(b.ctx, c.Token, []int64{1, 2, 3, 4, 5, 6}, "m", noon.Add(time.Minute)))
+	b.wantMarked("sent", 6)(at(0).store.MarkSent(b.ctx, c.Token, []orders.Sent{{IDs: []int64{1, 2, 3, 4, 5, 6}, MessageID: "m", Due: noon.Add(time.Minute)}}))
 	b.wantMarked("parked", 1)(at(0).store.MarkParked(b.ctx, c.Token, []int64{7}, "refused"))
 	at(0).pay(1)
 	at(time.Minute).cancelDue(2, 7, 8)
@@ -256,7 +284,7 @@ func TestPurgeWaitsForNoCheckout(t *testing.T) {
 	b := setup(t)
 	done := b.place(overdue).ID
 	c := b.claim(1, time.Minute)
-	b.wantMarked("sent", 1)(b.store.MarkSent(b.ctx, c.Token, []int64{done}, "m", noon))
+	b.wantMarked("sent", 1)(b.store.MarkSent(b.ctx, c.Token, []orders.Sent{{IDs: []int64{done}, MessageID: "m", Due: noon}}))
 	b.pay(done)
 	b.db.Exec(t, "UPDATE outbox SET available_at = '2026-01-01'")
 	p := newProxy(t, b.db.DSN)
@@ -322,7 +350,7 @@ func TestEarlyMessagesEndAfterAFewRounds(t *testing.T) {
 		}
 		now = row.AvailableAt
 		c := b.on(b.at(now, orders.Config{})).claim(1, time.Minute)
-		if _, err := b.store.MarkSent(b.ctx, c.Token, claimed(c), "m", row.DeliverAt); err != nil {
+		if _, err := b.store.MarkSent(b.ctx, c.Token, []orders.Sent{{IDs: claimed(c), MessageID: "m", Due: row.DeliverAt}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -359,7 +387,7 @@ func TestStatsShowWhatWaits(t *testing.T) {
 	if st := stats(); st.OutboxPending != 3 || st.OutboxOldest != 0 {
 		t.Errorf("all leased: %+v", st)
 	}
-	if _, err := b.store.MarkSent(b.ctx, c.Token, claimed(c), "m", noon); err != nil {
+	if _, err := b.store.MarkSent(b.ctx, c.Token, []orders.Sent{{IDs: claimed(c), MessageID: "m", Due: noon}}); err != nil {
 		t.Fatal(err)
 	}
 	b.cancelDue(overdueID, 5)

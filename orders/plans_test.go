@@ -233,7 +233,7 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 			return err
 		}},
 		{"mark sent", 300, 4 * 300, func([]int64) error {
-			n, err := store.MarkSent(b.ctx, claim.Token, claimed(claim)[:300], "m", time.Now())
+			n, err := store.MarkSent(b.ctx, claim.Token, []orders.Sent{{IDs: claimed(claim)[:300], MessageID: "m", Due: time.Now()}})
 			if n != 300 {
 				return fmt.Errorf("%d marked", n)
 			}

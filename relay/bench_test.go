@@ -61,8 +61,8 @@ func BenchmarkDrain(b *testing.B) {
 				left.Store(rows)
 				marked := make(chan struct{})
 				// Counted here and not in the table, which a count would keep busy.
-				counting := &outbox{Outbox: store, markSent: func(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error) {
-					n, err := store.MarkSent(ctx, token, ids, messageID, due)
+				counting := &outbox{Outbox: store, markSent: func(ctx context.Context, token string, messages []orders.Sent) (int, error) {
+					n, err := store.MarkSent(ctx, token, messages)
 					if left.Add(-int64(n)) == 0 {
 						close(marked)
 					}

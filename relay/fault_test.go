@@ -348,11 +348,11 @@ func TestMarkThatFailsIsWrittenAgainInsteadOfTheMessageBeingSentAgain(t *testing
 	b := setup(t)
 	var marks atomic.Int64
 	store := &outbox{Outbox: b.store}
-	store.markSent = func(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error) {
+	store.markSent = func(ctx context.Context, token string, messages []orders.Sent) (int, error) {
 		if n := marks.Add(1); n <= 3 {
 			return 0, fmt.Errorf("mark %d: connection lost", n)
 		}
-		return b.store.MarkSent(ctx, token, ids, messageID, due)
+		return b.store.MarkSent(ctx, token, messages)
 	}
 	s := &storedAtOnce{}
 	r := start(t, store, s, relay.Config{BackoffMin: 5 * time.Millisecond})

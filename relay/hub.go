@@ -59,12 +59,13 @@ type outcome struct {
 
 func newHub(r *Relay) *hub {
 	return &hub{
-		r:         r,
-		wanted:    make(chan int),
-		claims:    make(chan claimed),
-		out:       make(chan *message),
-		outcomes:  make(chan outcome),
-		marks:     make(chan mark),
+		r:        r,
+		wanted:   make(chan int),
+		claims:   make(chan claimed),
+		out:      make(chan *message),
+		outcomes: make(chan outcome),
+		// With room, so that senders go on while marks are written, and a marker finds several. The rows in hand bound it.
+		marks:     make(chan mark, 64),
 		settled:   make(chan int),
 		gathering: newCoalescer(r.cfg),
 	}

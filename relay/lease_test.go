@@ -193,7 +193,7 @@ func TestRelayThatDiesBetweenSendAndMarkLeavesTheRowToTheNext(t *testing.T) {
 	b := setup(t)
 	o := b.place(t, orders.NewOrder{DeadlineAt: time.Now().Add(-time.Second)})
 	reached := make(chan struct{}, 16)
-	store := &outbox{Outbox: b.store, markSent: func(ctx context.Context, _ string, _ []int64, _ string, _ time.Time) (int, error) {
+	store := &outbox{Outbox: b.store, markSent: func(ctx context.Context, _ string, _ []orders.Sent) (int, error) {
 		reached <- struct{}{}
 		<-ctx.Done()
 		return 0, errors.New("the process is gone")
@@ -253,10 +253,12 @@ func TestRowsInHandAreBounded(t *testing.T) {
 		}
 		return c, err
 	}
-	store.markSent = func(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error) {
-		n, err := b.store.MarkSent(ctx, token, ids, messageID, due)
+	store.markSent = func(ctx context.Context, token string, messages []orders.Sent) (int, error) {
+		n, err := b.store.MarkSent(ctx, token, messages)
 		if err == nil {
-			inHand.Add(-int64(len(ids)))
+			for _, m := range messages {
+				inHand.Add(-int64(len(m.IDs)))
+			}
 		}
 		return n, err
 	}

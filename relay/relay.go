@@ -16,7 +16,7 @@ import (
 // number of rows that still carried the token.
 type Outbox interface {
 	ClaimOutbox(ctx context.Context, limit int, lease time.Duration) (orders.Claim, error)
-	MarkSent(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error)
+	MarkSent(ctx context.Context, token string, messages []orders.Sent) (int, error)
 	MarkRetry(ctx context.Context, token string, ids []int64, pause time.Duration, cause error) (int, error)
 	MarkParked(ctx context.Context, token string, ids []int64, reason string) (int, error)
 	Unclaim(ctx context.Context, token string, ids []int64) (int, error)

@@ -118,7 +118,8 @@ type mark struct {
 	what  string
 	lease *lease
 	rows  int
-	write func(ctx context.Context) (int, error)
+	sent  []orders.Sent                          // of messages that were sent: marked together with others of the lease
+	write func(ctx context.Context) (int, error) // of all others
 }
 
 func idsOf(rows []row) []int64 {
@@ -131,18 +132,18 @@ func idsOf(rows []row) []int64 {
 
 func (r *Relay) sent(rows []row, messageID string, due time.Time) mark {
 	l, ids := rows[0].lease, idsOf(rows)
-	return mark{"sent", l, len(ids), func(ctx context.Context) (int, error) { return r.store.MarkSent(ctx, l.token, ids, messageID, due) }}
+	return mark{what: "sent", lease: l, rows: len(ids), sent: []orders.Sent{{IDs: ids, MessageID: messageID, Due: due}}}
 }
 
 func (r *Relay) unclaim(rows []row) mark {
 	l, ids := rows[0].lease, idsOf(rows)
-	return mark{"not sent", l, len(ids), func(ctx context.Context) (int, error) { return r.store.Unclaim(ctx, l.token, ids) }}
+	return mark{what: "not sent", lease: l, rows: len(ids), write: func(ctx context.Context) (int, error) { return r.store.Unclaim(ctx, l.token, ids) }}
 }
 
 func (r *Relay) park(rows []row, cause error) mark {
 	l, ids := rows[0].lease, idsOf(rows)
 	reason := fmt.Sprintf("the broker refuses the order's timed message for good: %v", cause)
-	return mark{"parked", l, len(ids), func(ctx context.Context) (int, error) {
+	return mark{what: "parked", lease: l, rows: len(ids), write: func(ctx context.Context) (int, error) {
 		n, err := r.store.MarkParked(ctx, l.token, ids, reason)
 		r.metrics.parked.Add(float64(n))
 		return n, err
@@ -157,7 +158,7 @@ func (r *Relay) retry(rows []row, cause error) mark {
 	for _, row := range rows {
 		byAttempts[row.Attempts] = append(byAttempts[row.Attempts], row.OrderID)
 	}
-	return mark{"to be sent again", l, n, func(ctx context.Context) (int, error) {
+	return mark{what: "to be sent again", lease: l, rows: n, write: func(ctx context.Context) (int, error) {
 		total := 0
 		for attempts, ids := range byAttempts {
 			matched, err := r.store.MarkRetry(ctx, l.token, ids, backoff(r.cfg.BackoffMin, r.cfg.BackoffMax, attempts+1), cause)
@@ -171,20 +172,57 @@ func (r *Relay) retry(rows []row, cause error) mark {
 	}}
 }
 
-// mark writes marks. One that fails is written again as long as the lease lasts: without it the orders would be sent once more.
+// maxMarked bounds the rows that are marked in one transaction: the store locks them in one statement, and gives 500 ids to a list.
+const maxMarked = 500
+
+// mark writes marks. Messages that wait for their mark are marked together, as far as they are of one lease: a transaction costs more than
+// its rows, and a backlog of small messages would be bound by the commits.
 func (r *Relay) mark(work context.Context, h *hub) {
-	for m := range h.marks {
+	var next *mark // of another kind or lease than those before it
+	for {
+		var m mark
+		if next != nil {
+			m, next = *next, nil
+		} else {
+			var more bool
+			if m, more = <-h.marks; !more {
+				return
+			}
+		}
+		for next == nil && m.sent != nil && m.rows < maxMarked {
+			another, there := waiting(h.marks)
+			switch {
+			case !there:
+			case another.sent != nil && another.lease == m.lease && m.rows+another.rows <= maxMarked:
+				m.rows += another.rows
+				m.sent = append(m.sent, another.sent...)
+				continue
+			default:
+				next = &another
+			}
+			break
+		}
 		r.settle(work, m)
 		h.settled <- m.rows
 	}
 }
 
+// waiting takes a mark that is there already.
+func waiting(marks <-chan mark) (m mark, there bool) {
+	select {
+	case m, there = <-marks:
+	default:
+	}
+	return m, there
+}
+
+// settle writes a mark. One that fails is written again as long as the lease lasts: without it the orders would be sent once more.
 func (r *Relay) settle(work context.Context, m mark) {
 	ctx, cancel := context.WithDeadline(work, m.lease.until)
 	defer cancel()
 	for failures := 0; ; {
 		start := time.Now()
-		n, err := m.write(ctx)
+		n, err := r.write(ctx, m)
 		r.metrics.markSeconds.Observe(time.Since(start).Seconds())
 		if err == nil {
 			// After an error the first try may have been committed, and then nothing is left to match.
@@ -200,4 +238,11 @@ func (r *Relay) settle(work context.Context, m mark) {
 			return
 		}
 	}
+}
+
+func (r *Relay) write(ctx context.Context, m mark) (int, error) {
+	if m.sent != nil {
+		return r.store.MarkSent(ctx, m.lease.token, m.sent)
+	}
+	return m.write(ctx)
 }

@@ -237,7 +237,7 @@ func expiryOf(t *testing.T, m lapsetest.Message) orders.Expiry {
 type outbox struct {
 	relay.Outbox
 	claim    func(ctx context.Context, limit int, lease time.Duration) (orders.Claim, error)
-	markSent func(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error)
+	markSent func(ctx context.Context, token string, messages []orders.Sent) (int, error)
 }
 
 func (o *outbox) ClaimOutbox(ctx context.Context, limit int, lease time.Duration) (orders.Claim, error) {
@@ -247,11 +247,11 @@ func (o *outbox) ClaimOutbox(ctx context.Context, limit int, lease time.Duration
 	return o.Outbox.ClaimOutbox(ctx, limit, lease)
 }
 
-func (o *outbox) MarkSent(ctx context.Context, token string, ids []int64, messageID string, due time.Time) (int, error) {
+func (o *outbox) MarkSent(ctx context.Context, token string, messages []orders.Sent) (int, error) {
 	if o.markSent != nil {
-		return o.markSent(ctx, token, ids, messageID, due)
+		return o.markSent(ctx, token, messages)
 	}
-	return o.Outbox.MarkSent(ctx, token, ids, messageID, due)
+	return o.Outbox.MarkSent(ctx, token, messages)
 }
 
 // senderFunc is a broker that a test plays itself.

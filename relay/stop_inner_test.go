@@ -23,8 +23,12 @@ func (o *instantOutbox) ClaimOutbox(_ context.Context, limit int, lease time.Dur
 	return c, nil
 }
 
-func (o *instantOutbox) MarkSent(_ context.Context, _ string, ids []int64, _ string, _ time.Time) (int, error) {
-	return len(ids), nil
+func (o *instantOutbox) MarkSent(_ context.Context, _ string, messages []orders.Sent) (int, error) {
+	total := 0
+	for _, m := range messages {
+		total += len(m.IDs)
+	}
+	return total, nil
 }
 
 func (o *instantOutbox) MarkRetry(_ context.Context, _ string, ids []int64, _ time.Duration, _ error) (int, error) {
