@@ -126,9 +126,10 @@ func TestOutboxDrainsInOrderAfterAnOutage(t *testing.T) {
 	if failures > int64(count)/2 {
 		t.Errorf("%d attempts were made while the broker was full, want few: the relay as a whole has to pause", failures)
 	}
-	// A row whose send failed waits for its own pause; all the others leave in the order of their placing.
+	// A row whose send failed waits for its own pause, and the message that finds the broker well again may be any; all the others leave in
+	// the order of their placing.
 	var untried []string
-	for _, id := range b.sentIDs(t) {
+	for _, id := range b.sentIDs(t)[1:] {
 		n, err := orders.ParseID(id)
 		if err != nil {
 			t.Fatal(err)
