@@ -170,7 +170,7 @@ type Consumer struct {
 
 	mu        sync.Mutex    // guards everything below
 	changed   chan struct{} // closed and replaced when a waiting goroutine may find something to do
-	draining  bool          // nothing more will be received
+	draining  bool          // no further Receive is begun
 	stopped   bool          // nothing more will be begun
 	messages  map[*message]struct{}
 	inHand    int     // orders of messages
@@ -244,9 +244,10 @@ func (c *Consumer) Ready() error {
 	return errors.Join(errs...)
 }
 
-// Run works until ctx ends. It then receives nothing more, finishes and acknowledges what is in hand within ShutdownGrace, makes the
-// rest visible again for the other consumers, and returns nil. It waits for the database and the broker for as long as it takes. An
-// error is returned only when something did not end in time (a Canceller that ignores its context) or Run is called twice.
+// Run works until ctx ends. It then begins no Receive, finishes and acknowledges within ShutdownGrace what is in hand and what the
+// Receives under way still bring (they are not cut off: an idle one takes the seconds of its long poll), makes the rest visible again
+// for the other consumers, and returns nil. It waits for the database and the broker for as long as it takes. An error is returned only
+// when something did not end in time (a Canceller that ignores its context) or Run is called twice.
 //
 // Close the source, then the database, after Run has returned.
 func (c *Consumer) Run(ctx context.Context) error {
@@ -259,7 +260,7 @@ func (c *Consumer) Run(ctx context.Context) error {
 
 	var receivers, others sync.WaitGroup
 	for range c.cfg.Receivers {
-		receivers.Go(func() { c.receive(ctx) }) // ends with ctx
+		receivers.Go(func() { c.receive(ctx, hard) }) // ends with ctx and the Receive that is under way then
 	}
 	// The others end with hard, and the workers after what they are doing.
 	for range c.cfg.Workers {

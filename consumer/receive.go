@@ -13,8 +13,10 @@ import (
 // what lies outside: memory, a build with a fault that another replica has not.
 const maxDecodePanics = 3
 
-// receive is one receiver: it takes messages in hand while there is room and the database answers. It ends with ctx.
-func (c *Consumer) receive(ctx context.Context) {
+// receive is one receiver: it takes messages in hand while there is room and the database answers. It begins no Receive after the end of
+// ctx, but lets the one under way run to its own end, or that of hard: what the broker hands out for it is ours by then, and would come to
+// others seconds late.
+func (c *Consumer) receive(ctx, hard context.Context) {
 	failures := 0
 	for {
 		n, room := c.reserve(ctx)
@@ -23,7 +25,7 @@ func (c *Consumer) receive(ctx context.Context) {
 		}
 		var ds []*Delivery
 		err := c.guarded("receive", func() (err error) {
-			ds, err = c.source.Receive(ctx, n, c.cfg.Invisible)
+			ds, err = c.source.Receive(hard, n, c.cfg.Invisible)
 			return err
 		})
 		// Messages that come with an error have been handed to us all the same.

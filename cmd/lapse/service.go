@@ -148,7 +148,7 @@ func (s *service) drain() time.Duration {
 	return s.cfg.Shutdown.Grace - min(s.cfg.Shutdown.Grace/4, 3*time.Second)
 }
 
-// closeClients closes the clients of the broker side by side. A consumer that is idle has a long poll under way, which takes up to 7 s to
+// closeClients closes the clients of the broker side by side. That of the dead letters has a long poll under way, which takes up to 7 s to
 // end by itself; what is left of the grace bounds it.
 func (s *service) closeClients(p *parts) error {
 	until := s.until

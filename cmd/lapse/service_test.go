@@ -536,6 +536,26 @@ func TestWorkInHandIsFinishedAtAStop(t *testing.T) {
 	b.cancelledOnce(t, ids...)
 }
 
+// A Receive that is under way at a stop is not cut off: what the broker hands out for it would come to another consumer seconds late.
+func TestWhatAReceiveBringsAfterTheSignalIsDone(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	ids := b.placeWithStock(t, 3, time.Millisecond)
+	p := spawn(t, b.environ(), "consume")
+	p.ready(t)
+	eventually(t, "it waits for messages", func() bool { return b.broker.Calls(lapsetest.ReceiveMessage) > 0 })
+	p.signal(syscall.SIGTERM)
+	eventually(t, "it is stopping", func() bool { _, said := p.line("stopping: finishing what is in hand"); return said })
+	b.message(t, ids...)
+	if code := p.wait(t); code != 0 {
+		t.Errorf("it ends with %d, want 0", code)
+	}
+	b.cancelledOnce(t, ids...)
+	if acked := len(b.broker.Acked(testGroup)); acked != 1 {
+		t.Errorf("%d messages are acknowledged, want 1", acked)
+	}
+}
+
 // The same with the broker that people run; lapsetest can count acknowledgements, and it can not be wrong about the real one's polls.
 //
 // case MQ-17
