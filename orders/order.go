@@ -93,6 +93,8 @@ var (
 	ErrNotFound = errors.New("no such order")
 	// ErrExists is returned by Place when an order with the caller's id is already there.
 	ErrExists = errors.New("order exists already")
+	// ErrKeyReused is returned by PlaceOnce when the idempotency key belongs to another request. Nothing was written.
+	ErrKeyReused = errors.New("idempotency key was used for another request")
 	// ErrOutOfStock is in the chain of a [StockError]: less is available than was ordered.
 	ErrOutOfStock = errors.New("out of stock")
 	// ErrUnknownSKU is in the chain of a [StockError]: the table stock has no such SKU.

@@ -53,7 +53,7 @@ func TestExitCodesAndWhatIsSaid(t *testing.T) {
 		{"down without consent", []string{unreachable}, []string{"migrate", "down", "--to", "3"}, 2, "--yes"},
 		{"down to nowhere", []string{unreachable}, []string{"migrate", "down", "--to", "99", "--yes"}, 2, "--to 99"},
 		{"health of what", nil, []string{"health"}, 2, "lapse health relay"},
-		{"health of nothing known", nil, []string{"health", "api"}, 2, `health of "api"`},
+		{"health of nothing known", nil, []string{"health", "shop"}, 2, `health of "shop"`},
 		{"a wrong value", nil, []string{"config", "--set", "relay.tick=0s"}, 2, "relay.tick"},
 		{"a wrong value in a flag", nil, []string{"relay", "--shutdown-grace", "20"}, 2, `shutdown.grace: "20" (from --shutdown-grace) is a number without a unit`},
 		{"a misspelt key", nil, []string{"relay", "--config", yaml}, 2, `"timeuot"`}, // case CFG-1
@@ -64,6 +64,9 @@ func TestExitCodesAndWhatIsSaid(t *testing.T) {
 		{"an empty name of a file", nil, []string{"config", "--config", ""}, 2, "--config names no file"},
 		{"settings that are refused together", []string{unreachable}, []string{"relay", "--set", "relay.lease=5s", "--http-addr", "127.0.0.1:0"}, 2, "relay.lease is 5s (from --set)"},
 		{"the same where nothing is started", nil, []string{"config", "--set", "consumer.invisible=10s"}, 2, "consumer.cancel_timeout is 10s"},
+		{"an API for a network without tokens", []string{unreachable}, []string{"api", "--api-addr", "0.0.0.0:0", "--http-addr", "127.0.0.1:0"}, 2, "api.addr is 0.0.0.0:0 (from --api-addr): "},
+		{"the same in one process with the others", []string{unreachable}, []string{"all", "--api-addr", ":0", "--http-addr", "127.0.0.1:0"}, 2, "LAPSE_API_TOKENS"},
+		{"an API for a name without tokens", []string{unreachable, "LAPSE_API_ADDR=shop.example:1"}, []string{"api", "--http-addr", "127.0.0.1:0"}, 2, "environment LAPSE_API_ADDR"},
 		{"a certificate that is not there", []string{unreachable}, []string{"consume", "--set", "rocketmq.tls.ca_file=/not/there.pem", "--http-addr", "127.0.0.1:0"}, 2, "/not/there.pem"},
 		{"a time zone that is none", []string{"TZ=Mars/Olympus"}, []string{"version"}, 2, `TZ is "Mars/Olympus"`}, // case JOB-7
 		{"a database that is not there", []string{unreachable}, []string{"cancel", "12", "--reason", "x"}, 3, closed},

@@ -105,6 +105,18 @@ type settings struct {
 		Addr  string `mapstructure:"addr"`
 		Pprof string `mapstructure:"pprof"`
 	} `mapstructure:"http"`
+	API struct {
+		Addr              string        `mapstructure:"addr"`
+		Tokens            string        `mapstructure:"tokens"`
+		TokensFile        string        `mapstructure:"tokens_file"`
+		PaymentSecret     string        `mapstructure:"payment_secret"`
+		PaymentSecretFile string        `mapstructure:"payment_secret_file"`
+		MaxBody           int           `mapstructure:"max_body"`
+		MaxInFlight       int           `mapstructure:"max_in_flight"`
+		RequestTimeout    time.Duration `mapstructure:"request_timeout"`
+		ReadTimeout       time.Duration `mapstructure:"read_timeout"`
+		IdleTimeout       time.Duration `mapstructure:"idle_timeout"`
+	} `mapstructure:"api"`
 	Log struct {
 		Level  string `mapstructure:"level"`
 		Format string `mapstructure:"format"`
@@ -477,8 +489,8 @@ func (l *loading) checkTogether() {
 	}
 }
 
-func (l *loading) by(name string) string {
-	if o := l.origins[name]; o != "" {
+func (e *effective) by(name string) string {
+	if o := e.origins[name]; o != "" {
 		return " (from " + o + ")"
 	}
 	return ""

@@ -18,6 +18,7 @@ import (
 
 	"github.com/lapse-orders/lapse/configs"
 	"github.com/lapse-orders/lapse/consumer"
+	"github.com/lapse-orders/lapse/internal/api"
 	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/orders"
 	"github.com/lapse-orders/lapse/relay"
@@ -86,6 +87,7 @@ func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
 	r := relay.Config{}.WithDefaults()
 	c := consumer.Config{}.WithDefaults()
 	q := rmq.Config{}.WithDefaults()
+	h := api.Config{}.WithDefaults()
 	for _, d := range []struct {
 		key     string
 		is, lib any
@@ -132,6 +134,11 @@ func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
 		{"consumer.backoff_max", cfg.Consumer.BackoffMax, c.BackoffMax},
 		{"consumer.give_up_after", cfg.Consumer.GiveUpAfter, c.GiveUpAfter},
 		{"shutdown.grace", cfg.Shutdown.Grace, c.ShutdownGrace},
+		{"api.max_body", cfg.API.MaxBody, h.MaxBody},
+		{"api.max_in_flight", cfg.API.MaxInFlight, h.MaxInFlight},
+		{"api.request_timeout", cfg.API.RequestTimeout, h.RequestTimeout},
+		{"api.read_timeout", cfg.API.ReadTimeout, h.ReadTimeout},
+		{"api.idle_timeout", cfg.API.IdleTimeout, h.IdleTimeout},
 	} {
 		if d.is != d.lib {
 			t.Errorf("%s is %v in default.yaml, and %v in the library", d.key, d.is, d.lib)
@@ -156,8 +163,12 @@ func sample(t *testing.T, k key) (words string, value any) {
 		return "user:pw@tcp(db:3306)/shop", "user:pw@tcp(db:3306)/shop"
 	case k.name == "rocketmq.endpoints":
 		return "a:8081;b:8081", "a:8081;b:8081"
-	case strings.HasPrefix(k.name, "http."):
+	case strings.HasPrefix(k.name, "http."), k.name == "api.addr":
 		return "127.0.0.1:7", "127.0.0.1:7"
+	case k.name == "api.tokens":
+		return "shop place,read 0123456789abcdef", "shop place,read 0123456789abcdef"
+	case k.name == "api.payment_secret":
+		return "0123456789abcdef", "0123456789abcdef"
 	case len(k.oneOf) > 0:
 		return k.oneOf[len(k.oneOf)-1], k.oneOf[len(k.oneOf)-1]
 	}
@@ -270,7 +281,7 @@ func TestEveryKeyRefusesWhatIsNotAllowed(t *testing.T) {
 			list = []bad{{"yes", "yes"}, {"1", "1"}, {"TRUE ", ""}, {"", `"true"`}}
 		case len(k.oneOf) > 0:
 			list = []bad{{"loud", "loud"}, {"INFO", "INFO"}, {"7", "7"}}
-		case strings.HasPrefix(k.name, "http."):
+		case strings.HasPrefix(k.name, "http."), k.name == "api.addr":
 			list = []bad{{"9870", `"9870"`}, {"127.0.0.1:http", `"127.0.0.1:http"`}, {"127.0.0.1:70000", `"127.0.0.1:70000"`}}
 		case k.name == "rocketmq.endpoints":
 			list = []bad{{"broker", "broker"}, {"a:1;b", "a:1;b"}, {":8081", `":8081"`}, {"a:0", `"a:0"`}}
@@ -353,6 +364,9 @@ func TestRefusals(t *testing.T) {
 		"no group":                                     {set: []string{"rocketmq.group="}, want: []string{"rocketmq.group is empty"}},
 		"a topic with a blank":                         {set: []string{"rocketmq.topic=a b"}, want: []string{"rocketmq.topic", `"a b"`, "blank"}},
 		"profiles for the network":                     {set: []string{"http.pprof=0.0.0.0:6060"}, want: []string{"http.pprof", "0.0.0.0:6060", "loopback"}},
+		"a token that can be guessed":                  {environ: []string{"LAPSE_API_TOKENS=shop place s3cr3t"}, want: []string{"api.tokens", "environment LAPSE_API_TOKENS", "entry 1 (shop)", "16 characters"}},
+		"a token with an unknown scope":                {environ: []string{"LAPSE_API_TOKENS=a read 0123456789abcdef;b write 0123456789s3cr3t"}, want: []string{"api.tokens", "entry 2 (b)", "place, pay and read"}},
+		"a secret that can be guessed":                 {environ: []string{"LAPSE_API_PAYMENT_SECRET=s3cr3t"}, want: []string{"api.payment_secret", "16 characters"}},
 		"profiles for a name":                          {set: []string{"http.pprof=example.org:6060"}, want: []string{"http.pprof", "loopback"}},
 		"a transaction as long as a message is hidden": {set: []string{"consumer.invisible=10s"}, want: []string{"consumer.cancel_timeout is 10s and", "consumer.invisible is 10s (from --set)", "shorter"}},
 		"a send as long as its lease":                  {set: []string{"relay.lease=4s"}, want: []string{"relay.send_timeout is 5s", "relay.lease is 4s (from --set)", "half"}},
@@ -553,7 +567,8 @@ func TestEveryKeyReachesTheLibrary(t *testing.T) {
 	for _, name := range []string{"rocketmq.topic", "rocketmq.namespace", "rocketmq.tls.ca_file", "rocketmq.tls.server_name", "rocketmq.tls.cert_file", "rocketmq.tls.key_file", "rocketmq.access_key"} {
 		set, want[name] = append(set, name+"="+name), name
 	}
-	cfg := mustLoad(t, sources{set: append(set, "rocketmq.endpoints=b:1"), environ: []string{"LAPSE_ROCKETMQ_SECRET_KEY=s", "LAPSE_ROCKETMQ_SECURITY_TOKEN=t"}})
+	cfg := mustLoad(t, sources{set: append(set, "rocketmq.endpoints=b:1"), environ: []string{"LAPSE_ROCKETMQ_SECRET_KEY=s", "LAPSE_ROCKETMQ_SECURITY_TOKEN=t",
+		"LAPSE_API_TOKENS=shop place,read 0123456789abcdef", "LAPSE_API_PAYMENT_SECRET=0123456789abcdef"}})
 	s := &service{cfg: cfg}
 	want["rocketmq.endpoints"], want["rocketmq.secret_key"], want["rocketmq.security_token"] = "b:1", "s", "t"
 	want["rocketmq.tls.enabled"] = !want["rocketmq.tls.enabled"].(bool) // the field says disabled
@@ -566,6 +581,8 @@ func TestEveryKeyReachesTheLibrary(t *testing.T) {
 	without := map[string]string{ // fields without a key
 		"relay.stop_timeout": "part of shutdown.grace", "consumer.shutdown_grace": "part of shutdown.grace",
 		"rocketmq.topic_type": "timed messages need DELAY",
+		"api.stop_timeout":    "part of shutdown.grace", "api.tokens": "compared below", "api.payment_secrets": "compared below",
+		"api.now": "of the tests",
 	}
 	var walk func(section string, v reflect.Value)
 	walk = func(section string, v reflect.Value) {
@@ -590,7 +607,15 @@ func TestEveryKeyReachesTheLibrary(t *testing.T) {
 	walk("consumer", reflect.ValueOf(s.consumerConfig()))
 	walk("orders", reflect.ValueOf(cfg.ordersConfig()))
 	walk("rocketmq", reflect.ValueOf(s.rocketmq()))
-	if drain := s.relayConfig().StopTimeout; drain <= 0 || drain >= cfg.Shutdown.Grace || drain != s.consumerConfig().ShutdownGrace {
+	ofAPI, err := s.apiConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	walk("api", reflect.ValueOf(ofAPI))
+	if len(ofAPI.Tokens) != 1 || ofAPI.Tokens[0].Name != "shop" || !slices.Equal(ofAPI.PaymentSecrets, []string{"0123456789abcdef"}) {
+		t.Errorf("the API gets the tokens %v and the secrets %v", ofAPI.Tokens, ofAPI.PaymentSecrets)
+	}
+	if drain := s.relayConfig().StopTimeout; drain <= 0 || drain >= cfg.Shutdown.Grace || drain != s.consumerConfig().ShutdownGrace || drain != ofAPI.StopTimeout {
 		t.Errorf("the loops get %s and %s of a grace of %s; want one part of it", drain, s.consumerConfig().ShutdownGrace, cfg.Shutdown.Grace)
 	}
 }
@@ -652,8 +677,12 @@ func TestTheDocumentationNamesTheDefaultAddresses(t *testing.T) {
 			t.Errorf("default.yaml does not say that %s serves at %s", service, addr)
 		}
 	}
-	if defaultAddr["relay"] == defaultAddr["consume"] {
-		t.Error("relay and consume cannot run on one host: they serve at the same address")
+	taken := map[string]string{mustLoad(t, sources{}).API.Addr: "the API itself"}
+	for service, addr := range defaultAddr {
+		if other, is := taken[addr]; is {
+			t.Errorf("%s and %s cannot run on one host: they serve at the same address, %s", service, other, addr)
+		}
+		taken[addr] = service
 	}
 }
 
@@ -666,6 +695,23 @@ func TestSecretsAreMaskedWhereverConfigurationIsPrinted(t *testing.T) {
 		"lapse@unix(/run/mysqld.sock)/shop":      "lapse:***@unix(/run/mysqld.sock)/shop",
 		"AKIAhunter2":                            "***",
 		"hunter2/":                               "***",
+	} {
+		if got := mask(in); got != want {
+			t.Errorf("mask(%q) is %q, want %q", in, got, want)
+		}
+	}
+	// A token that looks like a DSN is no DSN.
+	var shown output
+	cfg := mustLoad(t, sources{environ: []string{"LAPSE_API_TOKENS=shop read s3cr3t:x@tcp(s3cr3t)/s3cr3t", "LAPSE_API_PAYMENT_SECRET=s3cr3t:x@tcp(s3cr3t)/s3cr3t"}})
+	if err := cfg.print(&shown); err != nil {
+		t.Fatal(err)
+	}
+	if got := shown.String(); strings.Contains(got, "s3cr3t") || !strings.Contains(got, "payment_secret: '***'") || !strings.Contains(got, "tokens: '***'") {
+		t.Errorf("the secrets of the API are printed as\n%s", got)
+	}
+	for in, want := range map[string]string{
+		"":             "",
+		"AKIAhunter2/": "***",
 	} {
 		if got := mask(in); got != want {
 			t.Errorf("mask(%q) is %q, want %q", in, got, want)

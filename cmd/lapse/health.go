@@ -13,10 +13,12 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// Default addresses of what the two services serve: two ports, so that both run on one host without a word of configuration.
+// Default addresses of what the services serve: each its port, so that all run on one host without a word of configuration.
 var defaultAddr = map[string]string{
 	"relay":   "127.0.0.1:9870",
 	"consume": "127.0.0.1:9871",
+	"api":     "127.0.0.1:9872",
+	"all":     "127.0.0.1:9873",
 }
 
 // maxAnswer bounds what is read of an answer; ours has some hundred bytes.
@@ -26,10 +28,10 @@ func (a *app) healthCmd() *cobra.Command {
 	var live bool
 	var timeout time.Duration
 	cmd := &cobra.Command{
-		Use:   "health [relay|consume]",
-		Short: "Ask the relay or consumer on this host whether it can work",
-		Long: `Asks the relay or the consumer on this host whether it can work (/readyz), for container health checks and for a
-person. It asks at http.addr; where that is not set, at the default address of the service that is named.
+		Use:   "health [relay|consume|api|all]",
+		Short: "Ask a service on this host whether it can work",
+		Long: `Asks a service on this host whether it can work (/readyz), for container health checks and for a person. It asks
+at http.addr; where that is not set, at the default address of the service that is named.
 
 It is 0 when the service is ready, 1 when it answers that something is missing (which is printed), 3 when
 nothing answers. With --live it asks only whether the process is alive (/healthz): a restart cures no database
@@ -37,14 +39,14 @@ that is down, so a liveness probe should use this.`,
 		Example: `  lapse health relay
   lapse health consume --live
   lapse health --http-addr 127.0.0.1:9870 --timeout 1s`,
-		ValidArgs: []string{"relay", "consume"},
+		ValidArgs: []string{"relay", "consume", "api", "all"},
 		Args: func(cmd *cobra.Command, args []string) error {
 			a.command = pathBelowRoot(cmd)
 			if len(args) > 1 {
 				return usage("unexpected argument %q", args[1])
 			}
 			if len(args) == 1 && defaultAddr[args[0]] == "" {
-				return usage("health of %q: say relay or consume", args[0])
+				return usage("health of %q: say relay, consume, api or all", args[0])
 			}
 			return nil
 		},
@@ -61,7 +63,7 @@ that is down, so a liveness probe should use this.`,
 				addr = defaultAddr[args[0]]
 			}
 			if addr == "" {
-				return usage("say which service: lapse health relay, lapse health consume, or --http-addr host:port")
+				return usage("say which service: lapse health relay, consume, api or all, or --http-addr host:port")
 			}
 			path := "/readyz"
 			if live {

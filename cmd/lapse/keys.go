@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/go-sql-driver/mysql"
+
+	"github.com/lapse-orders/lapse/internal/api"
 )
 
 // kind is what a value is, in the words of an error message.
@@ -114,6 +116,17 @@ var keys = slices.Concat(
 
 		text("http.addr", isListenAddr),
 		text("http.pprof", isLoopbackAddr),
+
+		text("api.addr", isListenAddr),
+	},
+	secret("api.tokens", func(s string) error { _, err := api.ParseTokens(s); return refusedAs(err) }),
+	secret("api.payment_secret", func(s string) error { _, err := api.ParseSecrets(s); return refusedAs(err) }),
+	[]key{
+		number("api.max_body", 1<<10, 16<<20),
+		number("api.max_in_flight", 1, 100_000),
+		duration("api.request_timeout", time.Millisecond, 10*time.Minute),
+		duration("api.read_timeout", time.Millisecond, 10*time.Minute),
+		duration("api.idle_timeout", time.Millisecond, day),
 
 		word("log.level", "debug", "info", "warn", "error"),
 		word("log.format", "auto", "json", "text"),
@@ -228,6 +241,14 @@ func isDSN(s string) error {
 		return fmt.Errorf("names no database for %s; expected user:password@tcp(host:port)/database", cfg.Addr)
 	}
 	return nil
+}
+
+// refusedAs makes a sentence with the name of the key of an error that has none.
+func refusedAs(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("is not usable: %w", err)
 }
 
 func isName(s string) error {

@@ -7,6 +7,8 @@
 //	lapse migrate up      # once for each version, before the new processes start
 //	lapse relay           # outbox -> broker
 //	lapse consume         # broker -> cancel
+//	lapse api             # orders over HTTP, for shops not written in Go
+//	lapse all             # the three in one process, for small shops
 //	lapse cancel ORDER --reason '…'
 //	lapse health relay    # for container health checks
 //	lapse config          # what is in effect, and where it came from
@@ -220,7 +222,7 @@ RocketMQ 5; consumers cancel what is due when a message arrives, if it is still 
 	flags.String("log-level", "", "`level` of the log: debug, info, warn, error (key log.level)")
 	flags.String("log-format", "", "`format` of the log: json, text, auto (key log.format)")
 	root.AddCommand(
-		a.migrateCmd(), a.relayCmd(), a.consumeCmd(), a.cancelCmd(), a.healthCmd(), a.demoCmd(), a.configCmd(), a.versionCmd(),
+		a.migrateCmd(), a.relayCmd(), a.consumeCmd(), a.apiCmd(), a.allCmd(), a.cancelCmd(), a.healthCmd(), a.demoCmd(), a.benchCmd(), a.configCmd(), a.versionCmd(),
 	)
 	return root
 }
@@ -230,6 +232,7 @@ var keysOfFlags = map[string]string{
 	"log-level":      "log.level",
 	"log-format":     "log.format",
 	"http-addr":      "http.addr",
+	"api-addr":       "api.addr",
 	"endpoints":      "rocketmq.endpoints",
 	"topic":          "rocketmq.topic",
 	"group":          "rocketmq.group",
@@ -256,7 +259,7 @@ func (a *app) read(cmd *cobra.Command) (*effective, error) {
 	} else if src.file == "" {
 		return nil, usage("--config names no file")
 	}
-	for _, flag := range []string{"log-level", "log-format", "http-addr", "endpoints", "topic", "group", "shutdown-grace"} {
+	for _, flag := range []string{"log-level", "log-format", "http-addr", "api-addr", "endpoints", "topic", "group", "shutdown-grace"} {
 		if f := cmd.Flags().Lookup(flag); f != nil && f.Changed {
 			src.flags = append(src.flags, assignment{key: keysOfFlags[flag], words: f.Value.String(), origin: "--" + flag})
 		}

@@ -52,8 +52,18 @@ type sampler struct {
 	failed float64
 }
 
-func newSampler(store *orders.Store, log *slog.Logger) *sampler {
-	return &sampler{stats: store.Stats, counters: store.Counters, log: log, now: time.Now}
+// newSampler shows the figures that the first of the stores reads, and the counters of all.
+func newSampler(log *slog.Logger, stores ...*orders.Store) *sampler {
+	counters := func() (sum orders.Counters) {
+		for _, store := range stores {
+			c := store.Counters()
+			sum.Retries += c.Retries
+			sum.StockMissing += c.StockMissing
+			sum.Parked += c.Parked
+		}
+		return sum
+	}
+	return &sampler{stats: stores[0].Stats, counters: counters, log: log, now: time.Now}
 }
 
 // run samples until ctx ends.

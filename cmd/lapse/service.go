@@ -16,7 +16,7 @@ import (
 	"github.com/lapse-orders/lapse/orders"
 )
 
-// service is a process that works until it is told to stop: relay or consume.
+// service is a process that works until it is told to stop: relay, consume, api or all of them.
 type service struct {
 	name  string
 	cfg   *effective
@@ -35,6 +35,10 @@ type parts struct {
 	// close are the broker's clients; they are closed when every loop has returned.
 	close  []func(context.Context) error
 	checks []check
+	// open, where it is set, takes the address that the service is asked at; last of all, before the loops start.
+	open func(context.Context) error
+	// stores beside the service's own; closed with it.
+	stores []*orders.Store
 }
 
 // serve runs a service from its configuration to its end. The order of the end is what keeps work from being lost or done twice: the loops
@@ -56,6 +60,7 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 		return err
 	}
 	stuck := false
+	stores := []*orders.Store{s.store}
 	var w *web
 	defer func() {
 		if w != nil {
@@ -64,13 +69,17 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 		if stuck {
 			return // closing the database under work that goes on would only add errors to its end
 		}
-		if err = errors.Join(err, s.store.Close()); err == nil {
+		for _, store := range stores {
+			err = errors.Join(err, store.Close())
+		}
+		if err == nil {
 			s.log.Info("stopped")
 		}
 	}()
 
 	p, err := assemble(s)
 	if p != nil {
+		stores = append(stores, p.stores...)
 		// Also after an error: a client that was made connects in the background.
 		defer func() {
 			if stuck {
@@ -81,14 +90,18 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 			}
 		}()
 	}
+	var known *configError
+	if errors.As(err, &known) {
+		return err
+	}
 	if err != nil {
 		return &configError{[]error{err}}
 	}
-	sampler := newSampler(s.store, s.log)
+	sampler := newSampler(s.log, stores...)
 	if err := s.reg.Register(sampler); err != nil {
 		return err
 	}
-	watch, err := newWatch(name, append([]check{{name: checkDatabase, ready: s.store.Ready}}, p.checks...), s.log, s.reg)
+	watch, err := newWatch(name, append([]check{{name: checkDatabase, ready: allReady(stores)}}, p.checks...), s.log, s.reg)
 	if err != nil {
 		return err
 	}
@@ -104,10 +117,31 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 	if err != nil {
 		return err
 	}
-	s.log.Info("started", "version", readBuild().Version, "database", mask(dsn), "broker", cfg.RocketMQ.Endpoints, "topic", cfg.RocketMQ.Topic)
+	if p.open != nil {
+		if err := p.open(cmd.Context()); err != nil {
+			return err
+		}
+	}
+	attrs := []any{"version", readBuild().Version, "database", mask(dsn)}
+	if len(p.close) > 0 {
+		attrs = append(attrs, "broker", cfg.RocketMQ.Endpoints, "topic", cfg.RocketMQ.Topic)
+	}
+	s.log.Info("started", attrs...)
 
 	stuck, err = s.work(cmd.Context(), p, watch, sampler)
 	return err
+}
+
+// allReady is nil when every store can work.
+func allReady(stores []*orders.Store) func(context.Context) error {
+	return func(ctx context.Context) error {
+		for _, store := range stores {
+			if err := store.Ready(ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
 }
 
 // work runs the loops until ctx ends and they have returned; stuck says that one had not within the grace, and still runs.
@@ -187,12 +221,18 @@ func (s *service) rocketmq() rmq.Config {
 	}
 }
 
-// serviceFlags are the flags of relay and consume.
+// serviceFlags are the flags of the services that talk to the broker.
 func serviceFlags(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.SortFlags = false
-	flags.String("http-addr", "", "`host:port` of /healthz, /readyz and /metrics; default "+defaultAddr[cmd.Name()]+" (key http.addr)")
+	webFlags(cmd)
 	flags.String("endpoints", "", "`host:port` of the RocketMQ proxy, several with semicolons (key rocketmq.endpoints)")
 	flags.String("topic", "", "`topic` of the timed messages (key rocketmq.topic)")
+}
+
+// webFlags are the flags of every service.
+func webFlags(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.String("http-addr", "", "`host:port` of /healthz, /readyz and /metrics; default "+defaultAddr[cmd.Name()]+" (key http.addr)")
 	flags.String("shutdown-grace", "", "`duration` to finish what is in hand after a signal (key shutdown.grace)")
 }

@@ -85,8 +85,11 @@ func (e *effective) show(k key) (string, error) {
 	case int64:
 		return strconv.FormatInt(v, 10), nil
 	case string:
-		if k.secret {
+		switch {
+		case k.secret && strings.HasPrefix(k.name, "mysql."):
 			v = mask(v)
+		case k.secret && v != "":
+			v = masked
 		}
 		out, err := yaml.Marshal(v)
 		return strings.TrimSuffix(string(out), "\n"), err
