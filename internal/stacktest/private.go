@@ -45,6 +45,7 @@ type Stack struct {
 	Broker *Broker // nil if it has none
 
 	script string
+	state  string
 	env    []string // for scripts/stack
 	values map[string]string
 }
@@ -73,7 +74,7 @@ func Private(t testing.TB, options Options) *Stack {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &Stack{script: filepath.Join(root, "scripts", "stack")}
+	s := &Stack{script: filepath.Join(root, "scripts", "stack"), state: filepath.Join(dir, "state")}
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
@@ -125,6 +126,9 @@ func (s *Stack) Kill(t testing.TB, part Part) { t.Helper(); s.must(t, "kill", st
 
 // Start starts a part that was stopped or killed, on its old data and port, and returns when it is ready for use.
 func (s *Stack) Start(t testing.TB, part Part) { t.Helper(); s.must(t, "start", string(part)) }
+
+// Store is the folder of the broker's files.
+func (s *Stack) Store() string { return filepath.Join(s.state, "broker", "store") }
 
 // Getenv returns one value of what `scripts/stack env` prints for this stack, "" if it has no such part.
 func (s *Stack) Getenv(name string) string { return s.values[name] }

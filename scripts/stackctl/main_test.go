@@ -173,6 +173,10 @@ func send(t *testing.T, endpoints, topic string, n int) {
 }
 
 func sendOne(ctx context.Context, client v2.MessagingServiceClient, topic, id string) error {
+	return sendMessage(ctx, client, topic, id, []byte("x"))
+}
+
+func sendMessage(ctx context.Context, client v2.MessagingServiceClient, topic, id string, body []byte) error {
 	answer, err := client.SendMessage(ctx, &v2.SendMessageRequest{Messages: []*v2.Message{{
 		Topic: &v2.Resource{Name: topic},
 		SystemProperties: &v2.SystemProperties{
@@ -182,7 +186,7 @@ func sendOne(ctx context.Context, client v2.MessagingServiceClient, topic, id st
 			BornTimestamp: timestamppb.Now(),
 			BornHost:      "localhost",
 		},
-		Body: []byte("x"),
+		Body: body,
 	}}})
 	if err != nil {
 		return err
