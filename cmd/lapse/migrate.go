@@ -17,6 +17,9 @@ import (
 // lock of another migration is waited for in one statement; mysql.io_timeout would cut both off.
 const migrateIOTimeout = 24 * time.Hour
 
+// unknownDatabase is the server's error for a database that does not exist.
+const unknownDatabase = 1049
+
 func (a *app) migrateCmd() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "migrate COMMAND",
@@ -45,7 +48,15 @@ wait for one another, and where nothing is pending nothing happens.`,
 				if err != nil {
 					return err
 				}
-				fmt.Fprintf(a.stdout, "the schema is at version %d\n", migrations.Version)
+				all, err := migrations.Status(cmd.Context(), store.DB())
+				if err != nil {
+					return err
+				}
+				newest := all[len(all)-1].Version
+				fmt.Fprintf(a.stdout, "the schema is at version %d\n", newest)
+				if newest > migrations.Version {
+					fmt.Fprintf(a.stdout, "a newer build made it: this one knows versions up to %d, and works on the one after that\n", migrations.Version)
+				}
 				return nil
 			})
 		}),
@@ -140,9 +151,14 @@ func (a *app) migrate(cmd *cobra.Command, do func(*orders.Store) error) error {
 		return &configError{[]error{errors.New("the database's DSN cannot be read")}} // it was read before, by load
 	}
 	parsed.ParseTime = true // the migration library reads its own table's times as such
-	store, err := orders.Open(parsed.FormatDSN(), orders.Config{MaxOpenConns: cfg.MySQL.MaxOpenConns, DialTimeout: cfg.MySQL.DialTimeout, IOTimeout: migrateIOTimeout})
+	// Two connections: the lock of migrations is held on one of its own.
+	store, err := orders.Open(parsed.FormatDSN(), orders.Config{MaxOpenConns: 2, DialTimeout: cfg.MySQL.DialTimeout, IOTimeout: migrateIOTimeout})
 	if err != nil {
 		return &configError{[]error{err}}
 	}
-	return errors.Join(do(store), store.Close())
+	err = do(store)
+	if my, ok := errors.AsType[*mysql.MySQLError](err); ok && my.Number == unknownDatabase {
+		err = fmt.Errorf("%w; create it first: CREATE DATABASE `%s`", err, parsed.DBName)
+	}
+	return errors.Join(err, store.Close())
 }

@@ -872,11 +872,18 @@ func TestMigrateUpStatusDown(t *testing.T) {
 	if out := expect(0, "00001_create_orders.sql", "status"); strings.Contains(out, "pending") || strings.Count(out, "\n") != migrations.Version+1 {
 		t.Errorf("status prints %q", out)
 	}
+	b.db.Exec(t, "INSERT INTO "+migrations.Table+" (version_id, is_applied) VALUES (?, TRUE)", migrations.Version+1)
+	expect(0, fmt.Sprintf("the schema is at version %d\na newer build made it", migrations.Version+1), "up")
+	b.db.Exec(t, "DELETE FROM "+migrations.Table+" WHERE version_id = ?", migrations.Version+1)
 	expect(0, "took back 000"+newest, "down", "--to", strconv.Itoa(migrations.Version-1), "--yes")
 	expect(0, "1 pending", "status")
 	expect(0, "the schema is at version 0\n", "down", "--to", "0", "--yes")
 	if n := b.db.Int(t, "SELECT COUNT(*) FROM information_schema.tables WHERE table_schema = ? AND table_name <> ?", b.db.Name, migrations.Table); n != 0 {
 		t.Errorf("%d tables are left", n)
+	}
+	environ := []string{"LAPSE_MYSQL_DSN=" + strings.Replace(b.db.DSN, b.db.Name, b.db.Name+"_not_there", 1)}
+	if code, _, stderr := lapse(t, environ, "migrate", "up"); code != 3 || !strings.Contains(stderr, "create it first: CREATE DATABASE `"+b.db.Name+"_not_there`") {
+		t.Errorf("on a database that does not exist: exit code %d, %q; want 3 and what to do", code, stderr)
 	}
 }
 
