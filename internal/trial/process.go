@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -246,12 +247,17 @@ func (p *process) lastWords() string {
 	return "  " + strings.Join(all[max(len(all)-lines, 0):], "\n  ")
 }
 
-// freeAddr finds a free port on the loopback. Somebody else may take it before the process does; the process then says so and ends.
+// freeAddr finds a free port on the loopback, below those that the system gives to outgoing connections: of these, the many that a run
+// opens would soon take it. Somebody else may take it before the process does; the process then says so and ends.
 func freeAddr() (string, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // returns at once
-	if err != nil {
-		return "", fmt.Errorf("find a free port: %w", err)
+	const low, high = 20_000, 32_000
+	var err error
+	for range 100 {
+		var l net.Listener
+		addr := fmt.Sprintf("127.0.0.1:%d", low+rand.IntN(high-low)) //nolint:gosec // has to be free, not secret
+		if l, err = net.Listen("tcp", addr); err == nil {            //nolint:noctx // returns at once
+			return addr, l.Close()
+		}
 	}
-	defer l.Close() //nolint:errcheck // nothing was accepted
-	return l.Addr().String(), nil
+	return "", fmt.Errorf("find a free port: %w", err)
 }

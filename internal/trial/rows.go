@@ -101,8 +101,13 @@ func parse(text string) (time.Time, error) {
 	return t, nil
 }
 
-func each(ctx context.Context, tx *sql.Tx, query string, args []any, scan func(*sql.Rows) error) (err error) {
-	rows, err := tx.QueryContext(ctx, query, args...)
+// queryer is a pool or a transaction.
+type queryer interface {
+	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
+}
+
+func each(ctx context.Context, db queryer, query string, args []any, scan func(*sql.Rows) error) (err error) {
+	rows, err := db.QueryContext(ctx, query, args...)
 	if err != nil {
 		return err
 	}
