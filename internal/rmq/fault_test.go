@@ -568,6 +568,9 @@ func TestTLSFailuresAreExplained(t *testing.T) {
 			last = p.Ready()
 			return last != nil && strings.Contains(last.Error(), c.want)
 		})
+		if strings.Count(last.Error(), "x509: ") > 1 {
+			t.Errorf("%s: the cause is told twice: %v", name, last)
+		}
 		t.Logf("%s: %v", name, last)
 	}
 }

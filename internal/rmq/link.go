@@ -465,6 +465,9 @@ func (l *link) explain(err error) error {
 	if hs == nil {
 		return err
 	}
+	if !strings.Contains(err.Error(), hs.Error()) { // a time-out, for one, does not name it
+		err = fmt.Errorf("%w (TLS handshake: %w)", err, hs)
+	}
 	var (
 		record   tls.RecordHeaderError
 		unknown  x509.UnknownAuthorityError
@@ -475,13 +478,13 @@ func (l *link) explain(err error) error {
 	case errors.As(hs, &record):
 		return fmt.Errorf("%w (the server does not speak TLS; turn TLS off if that is meant)", err)
 	case errors.As(hs, &unknown):
-		return fmt.Errorf("%w (the certificate is not verified: %w; give the CA file of its issuer)", err, hs)
+		return fmt.Errorf("%w (the certificate is not verified; give the CA file of its issuer)", err)
 	case errors.As(hs, &hostname):
-		return fmt.Errorf("%w (the certificate is for another name: %w; give the server name)", err, hs)
+		return fmt.Errorf("%w (the certificate is for another name; give the server name)", err)
 	case errors.As(hs, &invalid):
-		return fmt.Errorf("%w (the certificate is not valid: %w)", err, hs)
+		return fmt.Errorf("%w (the certificate is not valid)", err)
 	}
-	return fmt.Errorf("%w (TLS handshake: %w)", err, hs)
+	return err
 }
 
 // watchedTLS keeps the outcome of the last handshake.
