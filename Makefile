@@ -15,6 +15,7 @@ SHELL_SCRIPTS := scripts/stack .ci/run $(wildcard scripts/*.sh)
 GO_TEST_ARGS ?= ./...
 GO_TEST_TIMEOUT ?= 15m
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 .PHONY: help
 help: ## Print this
@@ -50,6 +51,13 @@ test: ## All tests, on the real servers, with the race detector
 test-full: export LAPSE_TEST_FULL := 1
 test-full: GO_TEST_TIMEOUT := 120m
 test-full: test ## The same with the cases' times taken literally; more than an hour
+
+.PHONY: bench
+bench: build ## Every benchmark once, and a small burst: that they work. Figures: 'lapse bench', README
+	@scripts/stack up
+	@eval "$$(scripts/stack env)"; export LAPSE_TEST_REQUIRE_STACK=1; \
+	  go test -run '^$$' -bench . -benchtime 1x -timeout $(GO_TEST_TIMEOUT) ./...
+	@eval "$$(scripts/stack env)"; exec bin/lapse bench burst --orders 2000 --repeat 1 --one-by-one-workers 16 --limit-workers 2 $(BENCH_ARGS)
 
 .PHONY: lint
 lint: $(GOLANGCI) ## go vet, golangci-lint, shellcheck
