@@ -248,7 +248,9 @@ func TestWrongUseSaysWhatIsRight(t *testing.T) {
 		{nil, "up --only replica", 2, "a replica needs its primary"},
 		{nil, "up --only broker", 2, "the broker needs the name server"},
 		{nil, "stop", 2, "unknown part ''"},
-		{[]string{"STACK=docker"}, "up", 2, "Compose"},
+		{[]string{"STACK=podman"}, "up", 2, "native or docker"},
+		{[]string{"STACK=docker", "PATH=" + pathWithout(t, "docker")}, "up", 3, "STACK=docker: there is no docker here"},
+		{[]string{"STACK=docker", "STACK_MYSQL=mariadb"}, "up", 2, "STACK=docker has MySQL only"},
 		{[]string{"STACK_MYSQL=oracle"}, "up", 2, "auto, mysql or mariadb"},
 		{[]string{"STACK_TIMER_PRECISION_MS=10"}, "up", 2, "100 or 1000"},
 		{[]string{"STACK_PORT_OFFSET=x"}, "up", 2, "STACK_PORT_OFFSET=x"},
@@ -257,7 +259,7 @@ func TestWrongUseSaysWhatIsRight(t *testing.T) {
 		{nil, "env", 1, "scripts/stack up"},
 		{nil, "start mysql", 1, "scripts/stack up"},
 		{nil, "down", 0, ""},
-		{[]string{"PATH=" + pathWithoutGo(t)}, "up --only namesrv", 3, "Go is not on the PATH"},
+		{[]string{"PATH=" + pathWithout(t, "go")}, "up --only namesrv", 3, "Go is not on the PATH"},
 	} {
 		out, code := call(c.env, strings.Fields(c.args)...)
 		if code != c.code || !strings.Contains(out, c.want) {
@@ -266,12 +268,49 @@ func TestWrongUseSaysWhatIsRight(t *testing.T) {
 	}
 }
 
-// pathWithoutGo is the search path without Go, wherever Go lies: every other program of its folder is linked into one of ours.
-func pathWithoutGo(t *testing.T) string {
+// Tests that kill servers count on processes, so a state of its own is never given to containers by accident; and one that is there stays what
+// it is, since the data of the one kind is nothing to the other.
+func TestAStackOfItsOwnIsNativeUnlessToldOtherwise(t *testing.T) {
+	t.Parallel()
+	call, _, _ := newScript(t)
+	out, code := call([]string{"STACK="}, "up", "--only", "namesrv")
+	if code != 0 || !strings.Contains(out, "native servers (STACK=native): STACK_STATE") {
+		t.Errorf("up without STACK: exit %d, want native servers and the reason:\n%s", code, out)
+	}
+	for _, command := range []string{"up", "status", "down"} {
+		out, code := call([]string{"STACK=docker"}, command)
+		if code != 2 || !strings.Contains(out, "brought up with STACK=native") {
+			t.Errorf("STACK=docker scripts/stack %s on a native stack: exit %d, want 2 and the reason:\n%s", command, code, out)
+		}
+	}
+	if out, code := call([]string{"STACK="}, "status"); code != 0 || !strings.Contains(out, "native") {
+		t.Errorf("status: exit %d, want 0 and the kind:\n%s", code, out)
+	}
+}
+
+func TestAnEngineThatHangsCountsAsNone(t *testing.T) {
+	t.Parallel()
+	call, _, _ := newScript(t)
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "docker"), []byte("#!/bin/sh\nexec sleep 300\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	begun := time.Now()
+	out, code := call([]string{"STACK=docker", "PATH=" + dir + string(filepath.ListSeparator) + os.Getenv("PATH")}, "up")
+	if code != 3 || !strings.Contains(out, "no Docker engine answers") {
+		t.Errorf("up: exit %d, want 3 and the reason:\n%s", code, out)
+	}
+	if took := time.Since(begun); took > 20*time.Second {
+		t.Errorf("it took %s to see that the engine does not answer", took)
+	}
+}
+
+// pathWithout is the search path without one program, wherever it lies: every other program of its folder is linked into one of ours.
+func pathWithout(t *testing.T, program string) string {
 	t.Helper()
 	var kept []string
 	for _, dir := range filepath.SplitList(os.Getenv("PATH")) {
-		if _, err := os.Stat(filepath.Join(dir, "go")); err != nil {
+		if _, err := os.Stat(filepath.Join(dir, program)); err != nil {
 			kept = append(kept, dir)
 			continue
 		}
@@ -281,7 +320,7 @@ func pathWithoutGo(t *testing.T) string {
 			t.Fatal(err)
 		}
 		for _, p := range programs {
-			if p.Name() != "go" {
+			if p.Name() != program {
 				if err := os.Symlink(filepath.Join(dir, p.Name()), filepath.Join(links, p.Name())); err != nil {
 					t.Fatal(err)
 				}

@@ -40,9 +40,13 @@ type Broker struct {
 // Shared returns the broker of the shared stack, or skips or fails the test as Require does.
 func Shared(t testing.TB) *Broker {
 	t.Helper()
+	var nameServers []string
+	if addr := os.Getenv("LAPSE_TEST_NAMESRV_ADMIN"); addr != "" { // servers in containers
+		nameServers = []string{addr}
+	}
 	return &Broker{
 		Endpoints: Require(t, "LAPSE_ROCKETMQ_ENDPOINTS"),
-		Admin:     admin.New(Require(t, "LAPSE_TEST_BROKER_ADMIN")),
+		Admin:     admin.New(Require(t, "LAPSE_TEST_BROKER_ADMIN"), nameServers...),
 	}
 }
 

@@ -120,7 +120,7 @@ set_up_replica() {
       AND (SELECT COUNT(*) FROM performance_schema.replication_applier_status WHERE service_state = 'ON') = 1"
     sql "$dsn" -e "$running" --expect 1 2>/dev/null || sql "$dsn" <<EOF || fail "replica: replication could not be set up"
 STOP REPLICA;
-CHANGE REPLICATION SOURCE TO SOURCE_HOST = '127.0.0.1', SOURCE_PORT = $PORT_MYSQL, SOURCE_USER = 'lapse_replication',
+CHANGE REPLICATION SOURCE TO SOURCE_HOST = '${SOURCE_AT[0]}', SOURCE_PORT = ${SOURCE_AT[1]}, SOURCE_USER = 'lapse_replication',
   SOURCE_PASSWORD = '$REPLICATION_PASSWORD', SOURCE_AUTO_POSITION = 1, GET_SOURCE_PUBLIC_KEY = 1, SOURCE_CONNECT_RETRY = 1,
   SOURCE_RETRY_COUNT = 86400, SOURCE_HEARTBEAT_PERIOD = 1;
 START REPLICA;

@@ -107,6 +107,7 @@ func runBroker(ctx context.Context, args []string) error {
 	flags := flag.NewFlagSet("broker", flag.ContinueOnError)
 	endpoints := flags.String("endpoints", "", "host:port of the gRPC proxy")
 	broker := flags.String("broker", "", "host:port of the broker's remoting server")
+	namesrv := flags.String("namesrv", "", "host:port of the name server, where it is another for us than for the broker")
 	topic := flags.String("topic", "", "topic of type DELAY, created with 8 queues if missing")
 	group := flags.String("group", "", "consumer group, created with 16 retries if missing; likewise the group for its dead letters, with -dlq behind the name and 1000 retries")
 	precision := flags.String("precision", "", "timerPrecisionMs that the broker must have in force")
@@ -117,7 +118,11 @@ func runBroker(ctx context.Context, args []string) error {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
 
-	client := admin.New(*broker)
+	var nameServers []string
+	if *namesrv != "" {
+		nameServers = []string{*namesrv}
+	}
+	client := admin.New(*broker, nameServers...)
 	if err := checkConfig(ctx, client, *precision); err != nil {
 		return err
 	}

@@ -97,12 +97,16 @@ const callTimeout = 10 * time.Second
 // Client administers one broker. It holds no connection between calls, so it needs no closing, and it is safe for concurrent use. It speaks
 // plaintext without credentials: a broker with TLS enforced or ACL on refuses it.
 type Client struct {
-	addr   string
-	opaque atomic.Int32
+	addr    string
+	servers []string // name servers, host:port; nil: those that the broker names
+	opaque  atomic.Int32
 }
 
-// New returns a client of the broker whose remoting port (`listenPort` of broker.conf) is at addr, host:port. It does not connect.
-func New(addr string) *Client { return &Client{addr: addr} }
+// New returns a client of the broker whose remoting port (`listenPort` of broker.conf) is at addr, host:port. It does not connect. The name
+// servers, host:port each, take the place of those that the broker names; a broker in a container names them as only containers know them.
+func New(addr string, nameServers ...string) *Client {
+	return &Client{addr: addr, servers: nameServers}
+}
 
 // CreateTopic creates the topic, or changes it to what is asked, and returns when the name server knows it. Only then can the topic be
 // used: a proxy that is asked for it any earlier answers "not found" for 20 seconds.
@@ -358,6 +362,9 @@ func (c *Client) RuntimeInfo(ctx context.Context) (map[string]string, error) {
 }
 
 func (c *Client) nameServers(ctx context.Context) ([]string, error) {
+	if len(c.servers) > 0 {
+		return c.servers, nil
+	}
 	config, err := c.BrokerConfig(ctx)
 	if err != nil {
 		return nil, err
