@@ -8,8 +8,12 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unkn
 # The release that is known to build with the Go of go.mod. Built from source into the cache, since it must be built with the Go that it checks.
 GOLANGCI_VERSION := v2.15.0
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lapse
+# The fuzzer of the API, in a Python environment of its own.
+SCHEMATHESIS_VERSION := 4.32.5
+SCHEMATHESIS := $(CACHE)/schemathesis-$(SCHEMATHESIS_VERSION)/bin/schemathesis
+FUZZ_SECONDS ?= 60
 GOLANGCI := $(CACHE)/golangci-lint-$(GOLANGCI_VERSION)/golangci-lint
-SHELL_SCRIPTS := scripts/stack .ci/run $(wildcard scripts/*.sh)
+SHELL_SCRIPTS := scripts/stack scripts/compose-test .ci/run $(wildcard scripts/*.sh deploy/compose/*.sh)
 
 # Flags for a part of the tests: make test GO_TEST_ARGS='-run Cancel ./orders'
 GO_TEST_ARGS ?= ./...
@@ -58,6 +62,22 @@ bench: build ## Every benchmark once, and a small burst: that they work. Figures
 	@eval "$$(scripts/stack env)"; export LAPSE_TEST_REQUIRE_STACK=1; \
 	  go test -run '^$$' -bench . -benchtime 1x -timeout $(GO_TEST_TIMEOUT) ./...
 	@eval "$$(scripts/stack env)"; exec bin/lapse bench burst --orders 2000 --repeat 1 --one-by-one-workers 16 --limit-workers 2 $(BENCH_ARGS)
+
+.PHONY: compose-test
+compose-test: ## docker-compose.yml tried for real: built, used, killed, restarted, removed; needs Docker
+	@scripts/compose-test
+
+.PHONY: api-fuzz
+api-fuzz: $(SCHEMATHESIS) ## Let a fuzzer that knows openapi.yaml look for a 5xx; make api-fuzz FUZZ_SECONDS=600
+	@scripts/stack up
+	@eval "$$(scripts/stack env)"; export LAPSE_TEST_REQUIRE_STACK=1 LAPSE_TEST_SCHEMATHESIS=$(SCHEMATHESIS) LAPSE_TEST_FUZZ_SECONDS=$(FUZZ_SECONDS); \
+	  go test -count=1 -timeout 2h -v -run TestTheFuzzerFindsNoFault ./internal/api
+
+$(SCHEMATHESIS):
+	@command -v python3 >/dev/null || { echo "api-fuzz: python3 is missing; install the packages python3 and python3-venv" >&2; exit 3; }
+	@echo "installing schemathesis $(SCHEMATHESIS_VERSION) into $(patsubst %/bin/,%,$(dir $@)) (once)"
+	@rm -rf "$(patsubst %/bin/,%,$(dir $@))" && python3 -m venv "$(patsubst %/bin/,%,$(dir $@))"
+	@"$(@D)/pip" install --quiet --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION) || { rm -rf "$(patsubst %/bin/,%,$(dir $@))"; exit 1; }
 
 .PHONY: lint
 lint: $(GOLANGCI) ## go vet, golangci-lint, shellcheck
