@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -124,7 +125,7 @@ func TestTheReadmesCommandsWork(t *testing.T) {
 		t.Fatal(`LAPSE_MYSQL_DSN is not set: eval "$(scripts/stack env)"`)
 	}
 	// Ports of their own, and the demo's flags, since others may run beside this test.
-	env := append(os.Environ(), "LAPSE_HTTP_ADDR=127.0.0.1:0", "LAPSE_LOG_FORMAT=json", "DEMO_ARGS=--orders 60 --rate 30 --timeout 3s")
+	env := append(os.Environ(), "LAPSE_HTTP_ADDR=127.0.0.1:0", "LAPSE_API_ADDR=127.0.0.1:0", "LAPSE_LOG_FORMAT=json", "DEMO_ARGS=--orders 60 --rate 30 --timeout 3s")
 	for _, block := range blocks(readme(t), "sh") {
 		for line := range strings.Lines(block) {
 			line, _, _ = strings.Cut(line, "#")
@@ -149,7 +150,7 @@ func TestTheReadmesCommandsWork(t *testing.T) {
 					t.Fatal(err)
 				}
 				_ = out.Close() // the child has its own; ours would keep the pipe open
-				runsUntilTold := line == "bin/lapse relay" || line == "bin/lapse consume"
+				runsUntilTold := slices.Contains([]string{"bin/lapse relay", "bin/lapse consume", "bin/lapse api", "bin/lapse all"}, line)
 				told := false
 				var all strings.Builder
 				for lines := bufio.NewScanner(printed); lines.Scan(); {
@@ -165,6 +166,59 @@ func TestTheReadmesCommandsWork(t *testing.T) {
 					t.Errorf("%s: %v (told to stop: %t)\n%s", line, err, told, all.String())
 				}
 			})
+		}
+	}
+}
+
+// The requests of the README are sent as they stand there, to an API that takes them and to one that wants their signature.
+func TestTheReadmesRequestsWork(t *testing.T) {
+	t.Parallel()
+	db := mysqltest.New(t)
+	db.Exec(t, "INSERT INTO stock (sku, available, reserved, sold) VALUES ('tea-100g', 100, 0, 0)")
+	requests := blocks(readme(t), "bash")
+	if len(requests) != 1 {
+		t.Fatalf("the README has %d blocks of requests, want 1", len(requests))
+	}
+	binary := filepath.Join(t.TempDir(), "lapse")
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", binary, "./cmd/lapse").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	for _, secret := range []string{"", "the payment secret"} {
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+		defer cancel()
+		cmd := exec.CommandContext(ctx, binary, "api")
+		cmd.Env = []string{"LAPSE_MYSQL_DSN=" + db.DSN, "LAPSE_HTTP_ADDR=127.0.0.1:0", "LAPSE_API_ADDR=127.0.0.1:0", "LAPSE_LOG_FORMAT=json", "LAPSE_API_PAYMENT_SECRET=" + secret}
+		printed, err := cmd.StderrPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		var addr string
+		var log strings.Builder
+		for lines := bufio.NewScanner(printed); lines.Scan(); {
+			log.WriteString(lines.Text() + "\n")
+			var entry struct{ Msg, Addr string }
+			if json.Unmarshal(lines.Bytes(), &entry) != nil {
+				continue
+			}
+			if entry.Msg == "serving api" {
+				addr = entry.Addr
+			}
+			if entry.Msg != "ready" {
+				continue
+			}
+			out, err := exec.CommandContext(ctx, "bash", "-euo", "pipefail", "-c", strings.ReplaceAll(requests[0], "127.0.0.1:9880", addr)).CombinedOutput()
+			if err != nil || !strings.Contains(string(out), `"outcome":"accepted"`) || !strings.Contains(string(out), `"kind":"paid"`) {
+				t.Errorf("the README's requests: %v\n%s", err, out)
+			}
+			if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := cmd.Wait(); err != nil || addr == "" {
+			t.Errorf("lapse api: %v\n%s", err, log.String())
 		}
 	}
 }
