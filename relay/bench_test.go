@@ -57,11 +57,12 @@ func BenchmarkDrain(b *testing.B) {
 				if err != nil {
 					b.Fatal(err)
 				}
-				var left atomic.Int64
+				var left, marks atomic.Int64
 				left.Store(rows)
 				marked := make(chan struct{})
 				// Counted here and not in the table, which a count would keep busy.
 				counting := &outbox{Outbox: store, markSent: func(ctx context.Context, token string, messages []orders.Sent) (int, error) {
+					marks.Add(1)
 					n, err := store.MarkSent(ctx, token, messages)
 					if left.Add(-int64(n)) == 0 {
 						close(marked)
@@ -87,6 +88,7 @@ func BenchmarkDrain(b *testing.B) {
 					b.Fatalf("%d orders sent, want %d", got, rows)
 				}
 				b.ReportMetric(float64(sender.messages.Load()), "messages")
+				b.ReportMetric(float64(marks.Load()), "marks")
 				_ = store.Close()
 				b.StartTimer()
 			}

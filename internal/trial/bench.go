@@ -383,7 +383,8 @@ func (s *stage) place(ctx context.Context, n int, first time.Time, spread time.D
 	begun := time.Now()
 	err := inParallel(ctx, n, callers, func(ctx context.Context, i int) error {
 		o := benchOrder(i)
-		o.DeadlineAt = first.Add(spread * time.Duration(i) / time.Duration(n))
+		// From i+1: a first order right on a tick would be a burst of one, a tick before all others.
+		o.DeadlineAt = first.Add(spread * time.Duration(i+1) / time.Duration(n))
 		_, err := s.client.PlaceOrder(ctx, o)
 		return err
 	})

@@ -121,7 +121,7 @@ func (b *bench) placeInBurst(ctx context.Context) (p placed, err error) {
 				defer close(over)
 				// The ones that are placed meanwhile have their deadlines later.
 				_, ended = s.awaitNone(ctx, 10*time.Minute, 20*time.Millisecond, "orders are not cancelled",
-					"SELECT COUNT(*) FROM orders WHERE status = 'unpaid' AND deadline_at < '"+first.Add(burstSpread).Format(layout)+"'")
+					"SELECT COUNT(*) FROM orders WHERE status = 'unpaid' AND deadline_at <= '"+first.Add(burstSpread).Format(layout)+"'")
 			}()
 			p, err = s.placeAlternating(ctx, 1_000_000, over)
 			<-over
