@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"gorm.io/gorm"
@@ -132,4 +133,34 @@ func (t *txn) placedBefore(ctx context.Context, key string, request [32]byte) (O
 	}
 	o.DeadlineAt = first.DeadlineAt
 	return o, nil
+}
+
+// PurgeKeys deletes up to limit (1 to 500) idempotency keys whose retention is over, the oldest first, and gives how many. The keys are read
+// first without locks and deleted by primary key, so that nobody who places an order waits for it.
+func (s *Store) PurgeKeys(ctx context.Context, limit int) (int, error) {
+	if limit < 1 || limit > maxRows {
+		return 0, invalid("purge of %d idempotency keys; allowed are 1 to %d", limit, maxRows)
+	}
+	var total int64
+	err := s.inTx(ctx, "purge idempotency keys", func(ctx context.Context, t *txn) error {
+		before := at(t.now.Add(-s.cfg.KeyRetention))
+		var old []string
+		err := t.each(ctx, "SELECT idempotency_key FROM idempotency_keys FORCE INDEX (idempotency_keys_by_age) WHERE created_at < ? ORDER BY created_at LIMIT ?", []any{before, limit},
+			func(rows *sql.Rows) error {
+				var key string
+				if err := rows.Scan(&key); err != nil {
+					return err
+				}
+				old = append(old, key)
+				return nil
+			})
+		if err != nil || len(old) == 0 {
+			total = 0
+			return err
+		}
+		slices.Sort(old) // two relays that purge at once take the same order
+		total, err = t.exec(ctx, "DELETE k FROM idempotency_keys k FORCE INDEX (PRIMARY) WHERE k.idempotency_key IN ("+marks(len(old))+") AND k.created_at < ?", append(anys(old), before)...)
+		return err
+	})
+	return int(total), err
 }

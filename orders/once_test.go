@@ -234,3 +234,36 @@ func TestAKeyWhoseHolderGivesUpIsTakenByWhoeverWaits(t *testing.T) {
 		t.Errorf("%d callers placed %d orders, want 1 and 1", placed, n)
 	}
 }
+
+func TestKeysAreForgottenWhenTheirRetentionIsOver(t *testing.T) {
+	t.Parallel()
+	b := setupWith(t, orders.Config{KeyRetention: time.Hour})
+	for _, key := range []string{"c", "a", "b", "fresh"} {
+		if _, _, err := b.store.PlaceOnce(b.ctx, key, oneHash, orders.NewOrder{Currency: "EUR"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.db.Exec(t, "UPDATE idempotency_keys SET created_at = UTC_TIMESTAMP(3) - INTERVAL 61 MINUTE WHERE idempotency_key <> 'fresh'")
+	b.db.Exec(t, "UPDATE idempotency_keys SET created_at = created_at - INTERVAL 1 MINUTE WHERE idempotency_key = 'b'")
+	for _, want := range []struct {
+		limit, deleted int
+		left           string
+	}{{1, 1, "a,c,fresh"}, {500, 2, "fresh"}, {500, 0, "fresh"}} {
+		n, err := b.store.PurgeKeys(b.ctx, want.limit)
+		left := b.db.Text(t, "SELECT GROUP_CONCAT(idempotency_key ORDER BY idempotency_key) FROM idempotency_keys")
+		if err != nil || n != want.deleted || left != want.left {
+			t.Errorf("%d keys purged, %v, left are %s; want %d and %s", n, err, left, want.deleted, want.left)
+		}
+	}
+	if _, repeated, err := b.store.PlaceOnce(b.ctx, "a", otherHash, orders.NewOrder{Currency: "EUR"}); err != nil || repeated {
+		t.Errorf("a key that was forgotten: repeated %t, %v", repeated, err)
+	}
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM orders"); n != 5 {
+		t.Errorf("%d orders, want 5: a purge takes keys only", n)
+	}
+	for _, limit := range []int{0, -1, 501} {
+		if _, err := b.store.PurgeKeys(b.ctx, limit); !errors.Is(err, orders.ErrInvalid) {
+			t.Errorf("a purge of %d: %v", limit, err)
+		}
+	}
+}

@@ -30,6 +30,8 @@ type Config struct {
 	EarlyWait time.Duration
 	// OutboxRetention is how long the outbox row of a sent message is kept. Default 48 hours.
 	OutboxRetention time.Duration
+	// KeyRetention is how long an idempotency key stands for its request; afterwards the same key places another order. Default 7 days.
+	KeyRetention time.Duration
 	// MaxOpenConns bounds the pool of a store from [Open]. Default 16.
 	MaxOpenConns int
 	// DialTimeout and IOTimeout bound the connecting to the database and each read and write on the connection, for stores from
@@ -48,6 +50,7 @@ func (c Config) WithDefaults() Config {
 	def(&c.MaxLifetime, 7*24*time.Hour)
 	def(&c.EarlyWait, 2*time.Second)
 	def(&c.OutboxRetention, 48*time.Hour)
+	def(&c.KeyRetention, 7*24*time.Hour)
 	def(&c.DialTimeout, 5*time.Second)
 	def(&c.IOTimeout, 30*time.Second)
 	if c.MaxOpenConns == 0 {
@@ -62,7 +65,7 @@ func (c Config) validate() error {
 		is   time.Duration
 	}{
 		{"Timeout", c.Timeout}, {"MaxLifetime", c.MaxLifetime}, {"EarlyWait", c.EarlyWait},
-		{"OutboxRetention", c.OutboxRetention}, {"DialTimeout", c.DialTimeout}, {"IOTimeout", c.IOTimeout},
+		{"OutboxRetention", c.OutboxRetention}, {"KeyRetention", c.KeyRetention}, {"DialTimeout", c.DialTimeout}, {"IOTimeout", c.IOTimeout},
 	} {
 		if d.is < 0 {
 			return invalid("orders.Config.%s is %s; it must be positive", d.name, d.is)

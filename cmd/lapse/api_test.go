@@ -262,3 +262,14 @@ func TestTheAPIsAccountHasTheRightsThatItNeeds(t *testing.T) {
 		t.Errorf("cancel: %d %v", status, answer)
 	}
 }
+
+func TestTheRelayForgetsOldKeys(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.db.Exec(t, "INSERT INTO idempotency_keys (idempotency_key, request_hash, order_id, created_at) VALUES ('old', REPEAT('x', 32), 1, UTC_TIMESTAMP(3) - INTERVAL 2 HOUR), ('new', REPEAT('x', 32), 2, UTC_TIMESTAMP(3))")
+	p := start(t, b.environ("LAPSE_ORDERS_KEY_RETENTION=1h", "LAPSE_RELAY_PURGE_INTERVAL=20ms", "LAPSE_RELAY_PURGE_BATCH=1"), "relay")
+	eventually(t, "the old key is gone", func() bool {
+		_, said := p.line("purged idempotency keys")
+		return said && b.db.Text(t, "SELECT GROUP_CONCAT(idempotency_key) FROM idempotency_keys") == "new"
+	})
+}

@@ -89,6 +89,7 @@ func (e *effective) ordersConfig() orders.Config {
 		MaxLifetime:     e.Orders.MaxLifetime,
 		EarlyWait:       e.Consumer.EarlyWait,
 		OutboxRetention: e.Outbox.Retention,
+		KeyRetention:    e.Orders.KeyRetention,
 		MaxOpenConns:    e.MySQL.MaxOpenConns,
 		DialTimeout:     e.MySQL.DialTimeout,
 		IOTimeout:       e.MySQL.IOTimeout,

@@ -37,8 +37,9 @@ type settings struct {
 		IOTimeout      time.Duration `mapstructure:"io_timeout"`
 	} `mapstructure:"mysql"`
 	Orders struct {
-		Timeout     time.Duration `mapstructure:"timeout"`
-		MaxLifetime time.Duration `mapstructure:"max_lifetime"`
+		Timeout      time.Duration `mapstructure:"timeout"`
+		MaxLifetime  time.Duration `mapstructure:"max_lifetime"`
+		KeyRetention time.Duration `mapstructure:"key_retention"`
 	} `mapstructure:"orders"`
 	RocketMQ struct {
 		Endpoints         string        `mapstructure:"endpoints"`

@@ -97,6 +97,7 @@ func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
 		{"mysql.io_timeout", cfg.MySQL.IOTimeout, o.IOTimeout},
 		{"orders.timeout", cfg.Orders.Timeout, o.Timeout},
 		{"orders.max_lifetime", cfg.Orders.MaxLifetime, o.MaxLifetime},
+		{"orders.key_retention", cfg.Orders.KeyRetention, o.KeyRetention},
 		{"outbox.retention", cfg.Outbox.Retention, o.OutboxRetention},
 		{"consumer.early_wait", cfg.Consumer.EarlyWait, o.EarlyWait},
 		{"rocketmq.request_timeout", cfg.RocketMQ.RequestTimeout, q.RequestTimeout},

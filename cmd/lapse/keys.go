@@ -59,6 +59,7 @@ var keys = slices.Concat(
 
 		duration("orders.timeout", time.Millisecond, 366*day),
 		duration("orders.max_lifetime", time.Millisecond, 366*day),
+		duration("orders.key_retention", time.Minute, 366*day),
 
 		text("rocketmq.endpoints", areEndpoints),
 		text("rocketmq.topic", isName),

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -40,12 +41,40 @@ func assembleRelay(s *service) (*parts, error) {
 	if err != nil {
 		return p, err
 	}
-	p.run = []func(context.Context) error{r.Run}
+	p.run = []func(context.Context) error{r.Run, s.purgeKeys}
 	p.checks = []check{
 		{name: checkBroker, ready: func(context.Context) error { return sender.Ready() }},
 		{name: "relay", ready: func(context.Context) error { return r.Ready() }, loop: true},
 	}
 	return p, nil
+}
+
+// purgeKeys deletes the idempotency keys whose retention is over, until ctx ends. It is done here since the relay's account may delete and
+// the API's may not.
+func (s *service) purgeKeys(ctx context.Context) error {
+	tick := time.NewTicker(s.cfg.Relay.PurgeInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+		total := 0
+		for ctx.Err() == nil {
+			n, err := s.store.PurgeKeys(ctx, s.cfg.Relay.PurgeBatch)
+			total += n
+			if err != nil && ctx.Err() == nil {
+				s.log.Warn("idempotency keys were not purged, will be tried again", "err", err)
+			}
+			if err != nil || n < s.cfg.Relay.PurgeBatch {
+				break
+			}
+		}
+		if total > 0 {
+			s.log.Info("purged idempotency keys", "keys", total)
+		}
+	}
 }
 
 func (s *service) relayConfig() relay.Config {
