@@ -316,7 +316,7 @@ func TestAMessageFromABrokerWhoseClockIsAheadWaitsForTheDatabases(t *testing.T) 
 	w := newWire(t)
 	w.broker.SetSkew(time.Second)
 	r := startReplica(t, w.store, w.options(Config{})).ready(t)
-	deadline := time.Now().Add(1500 * time.Millisecond).Truncate(time.Millisecond)
+	deadline := time.Now().Add(6 * time.Second).Truncate(time.Millisecond)
 	ids := w.place(t, 20, deadline)
 	id, err := w.broker.Inject(wireTopic, expiry(t, ids...), deadline)
 	if err != nil {
