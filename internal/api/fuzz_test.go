@@ -37,6 +37,7 @@ func TestTheFuzzerFindsNoFault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	//nolint:gosec // whoever runs the test names the program
 	cmd := exec.CommandContext(t.Context(), program, "--config-file", config, "run", description, "--url", b.http.URL,
 		"--header", "Authorization: Bearer "+allToken, "--checks", "all", "--max-time", seconds, "--continue-on-failure",
 		"--request-timeout", "10", "--warnings", "off", "--suppress-health-check", "all")

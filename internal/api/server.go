@@ -198,7 +198,9 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	if err != nil {
 		err = errors.Join(fmt.Errorf("stop the API: requests were cut off that were not answered within %s; their clients ask again: %w", s.cfg.StopTimeout, err), server.Close())
 	}
-	<-ended
+	if failed := <-ended; !errors.Is(failed, http.ErrServerClosed) {
+		err = errors.Join(err, fmt.Errorf("serve the API: %w", failed))
+	}
 	return err
 }
 

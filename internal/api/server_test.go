@@ -430,7 +430,7 @@ func TestABodyThatDoesNotArriveIsGivenUp(t *testing.T) {
 	b := &bundle{}
 	b.serve(t, stub{}, func(c *Config) { c.ReadTimeout = 100 * time.Millisecond })
 	stop := b.run(t)
-	defer stop()
+	defer func() { _ = stop() }()
 	for _, tc := range []struct{ name, sent, want string }{
 		{"half a body", "POST /v1/orders HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + allToken + "\r\nIdempotency-Key: k\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{", "HTTP/1.1 408 "},
 		{"half a header", "POST /v1/orders HTTP/1.1\r\nHost: x\r\n", ""},
@@ -729,7 +729,7 @@ func TestAnAnswerIsWholeAndAConnectionIsKept(t *testing.T) {
 		return orders.Order{ID: id, Currency: "EUR", Status: orders.Unpaid}, nil
 	})
 	stop := b.run(t)
-	defer stop() //nolint:errcheck // another test's
+	defer func() { _ = stop() }()
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", b.http.Listener.Addr().String())
 	if err != nil {
 		t.Fatal(err)

@@ -326,3 +326,16 @@ func TestATraceTravelsWithTheOrder(t *testing.T) {
 		}
 	}
 }
+
+func TestDeepBodiesAreRefusedBeforeTheyAreTaken(t *testing.T) {
+	t.Parallel()
+	nested := func(levels int) []byte {
+		return []byte(strings.Repeat(`{"items":[`, levels/2) + strings.Repeat(`]}`, levels/2))
+	}
+	for levels, deep := range map[int]bool{maxDepth: false, maxDepth + 2: true, 5000: true} {
+		p := checkShape(nested(levels))
+		if (p != nil) != deep || deep && !strings.Contains(p.Detail, "nested deeper than 8 levels") {
+			t.Errorf("%d levels: %+v", levels, p)
+		}
+	}
+}
