@@ -3,6 +3,7 @@ package trial
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"slices"
@@ -23,17 +24,8 @@ func Placing(ctx context.Context, cfg BenchConfig) (BenchReport, error) {
 
 func placing(ctx context.Context, b *bench, r *BenchReport) error {
 	for i := range b.cfg.Repeat {
-		b.say("repetition %d of %d: the broker is up", i+1, b.cfg.Repeat)
-		up, err := b.placeBoth(ctx)
-		if err != nil {
-			return err
-		}
-		b.say("the broker is down")
-		nowhere, err := freeAddr()
-		if err != nil {
-			return err
-		}
-		down, err := b.placeBoth(ctx, "rocketmq.endpoints="+nowhere)
+		b.say("repetition %d of %d: the broker is up and down by turns", i+1, b.cfg.Repeat)
+		up, down, err := b.placeUpAndDown(ctx)
 		if err != nil {
 			return err
 		}
@@ -61,29 +53,56 @@ func placing(ctx context.Context, b *bench, r *BenchReport) error {
 // placed is how long placing took, sorted.
 type placed struct{ with, without []time.Duration }
 
-// placeBoth places so many orders of either kind while a relay and a consumer run.
-func (b *bench) placeBoth(ctx context.Context, relaySet ...string) (p placed, err error) {
+// turns is how often the broker is up and down in one repetition: what happens on the machine meanwhile meets both.
+const turns = 5
+
+// placeUpAndDown places so many orders of either kind with a relay that reaches its broker, and as many with one that does not, by turns.
+func (b *bench) placeUpAndDown(ctx context.Context) (up, down placed, err error) {
+	nowhere, err := freeAddr()
+	if err != nil {
+		return up, down, err
+	}
 	err = b.stage(ctx, func(ctx context.Context, s *stage) error {
-		relay, err := s.start(ctx, "relay", relaySet...)
-		if err != nil {
-			return err
-		}
-		if _, err = s.start(ctx, "consume"); err != nil {
-			return err
-		}
-		if len(relaySet) > 0 { // it cannot become ready, and has to be running all the same
-			if err := awaitListening(ctx, relay.addr); err != nil {
+		n := 2 * max(b.cfg.Orders/turns, 1)
+		for range turns {
+			got, err := s.placeBeside(ctx, n)
+			if err != nil {
 				return err
 			}
-			s.all = slices.DeleteFunc(s.all, func(p *process) bool { return p == relay })
+			up.append(got)
+			if got, err = s.placeBeside(ctx, n, "rocketmq.endpoints="+nowhere); err != nil {
+				return err
+			}
+			down.append(got)
 		}
-		if err := s.waitReady(ctx); err != nil {
-			return err
-		}
-		p, err = s.placeAlternating(ctx, 2*b.cfg.Orders, nil)
-		return err
+		return nil
 	})
-	return p, err
+	return up, down, err
+}
+
+// placeBeside places n orders while a relay runs, which is killed then.
+func (s *stage) placeBeside(ctx context.Context, n int, relaySet ...string) (placed, error) {
+	s.all = nil
+	relay, err := s.start(ctx, "relay", relaySet...)
+	if err != nil {
+		return placed{}, err
+	}
+	if len(relaySet) == 0 {
+		err = s.waitReady(ctx)
+	} else {
+		err = awaitListening(ctx, relay.addr) // it cannot become ready, and has to be running all the same
+	}
+	if err != nil {
+		return placed{}, err
+	}
+	p, err := s.placeAlternating(ctx, n, nil)
+	return p, errors.Join(err, s.crew.kill(relay))
+}
+
+func (p *placed) append(more placed) {
+	p.with, p.without = append(p.with, more.with...), append(p.without, more.without...)
+	slices.Sort(p.with)
+	slices.Sort(p.without)
 }
 
 // awaitListening waits until somebody listens.
