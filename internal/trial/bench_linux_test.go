@@ -34,7 +34,7 @@ func TestWhatAProcessUsesIsSeen(t *testing.T) {
 
 func TestTheProcessBehindAPortIsFound(t *testing.T) {
 	t.Parallel()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // returns at once
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -89,7 +89,7 @@ func TestABurstOnRealServersGivesItsFiguresAndLeavesNothingBehind(t *testing.T) 
 		}
 	}
 
-	// Its name is in the progress nowhere, so what is left is looked for by the time: nothing of another run is younger than this test.
+	// Its database and topic: the next test, which knows their names.
 	dir, err := os.ReadDir(b.temp)
 	if err != nil || len(dir) > 0 {
 		t.Errorf("left in the folder for temporary files: %v, %v", dir, err)
