@@ -59,15 +59,17 @@ func burst(ctx context.Context, b *bench, r *BenchReport) error {
 		if err != nil {
 			return err
 		}
+		b.say("lapse: %.0f orders/s in %d messages", ours.rate, ours.messages)
 		one, err := b.burst(ctx, n, burstSpread, oneByOne(best)...)
 		if err != nil {
 			return err
 		}
+		b.say("one by one, %d workers: %.0f orders/s", best, one.rate)
 		limit, err := b.limit(ctx, n, quickest)
 		if err != nil {
 			return err
 		}
-		b.say("lapse %.0f, one by one %.0f, transactions alone %.0f orders/s", ours.rate, one.rate, limit)
+		b.say("transactions alone, %d workers: %.0f orders/s", quickest, limit)
 		ours.report(r, one.rate, best, limit, quickest)
 	}
 	return nil
