@@ -65,6 +65,10 @@ launch() {
   pid=$!
   disown "$pid"
   echo "$pid $(started_at "$pid")" >"$STATE/run/$part.pid"
+  # Until the fork has become the server it bears no mark: whoever looked for the part in that moment would take it for dead.
+  until has_mark "$pid" "$(mark "$part")" || ! started_at "$pid" >/dev/null; do
+    sleep 0.01
+  done
 }
 
 # await PART SECONDS WHAT COMMAND…: runs COMMAND until it succeeds. Fails with its last words and the end of the part's log when the server
