@@ -58,9 +58,9 @@ for that; the relay is a process of its own.`,
 			Use:   "place",
 			Short: "Measure what the outbox row costs a checkout",
 			Long: `Places orders with and without an outbox row, alternating order by order, from 16 callers, --orders of each kind; and
-the same with a relay that cannot reach its broker, by turns with one that can, and while as many orders are cancelled in
-a burst. Placing is the checkout's transaction: it does not know the broker. The order without the row is one without
-a deadline.`,
+the same with a relay that cannot reach its broker, by turns with one that can, and while as many orders are cancelled
+in a burst. Placing is the checkout's transaction: it does not know the broker. The order without the row is one
+without a deadline.`,
 			Example: "  lapse bench place --orders 10000",
 		}),
 		a.benchOf(trial.Pending, 1_000_000, 1, &cobra.Command{
