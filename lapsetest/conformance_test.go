@@ -33,6 +33,8 @@ type server struct {
 	lag time.Duration
 	// tardy is how late a timed message may be on an idle server.
 	tardy time.Duration
+	// swallowed is how long, at least, a message is away that an abandoned poll has taken.
+	swallowed time.Duration
 	// topic and group make one under a name of its own.
 	topic func(t *testing.T, typ lapsetest.TopicType) string
 	group func(t *testing.T, retries int) string
@@ -47,6 +49,7 @@ func embedded(t *testing.T) *server {
 		precision: 100 * time.Millisecond,
 		lag:       3 * time.Second, // none; this is what a loaded machine may add
 		tardy:     3 * time.Second,
+		swallowed: time.Second,
 		topic: func(_ *testing.T, typ lapsetest.TopicType) string {
 			n := name()
 			b.CreateTopic(n, typ, 8)
@@ -82,6 +85,7 @@ func TestConformanceReal(t *testing.T) {
 			precision: 100 * time.Millisecond, // what scripts/stack ships
 			lag:       5 * time.Second,        // 2 to 3 s, on a machine with nothing else to do
 			tardy:     3 * time.Second,
+			swallowed: 0, // some 3 s as a rule; at once where the proxy has heard in time that the client is gone
 			topic: func(t *testing.T, typ lapsetest.TopicType) string {
 				t.Helper()
 				return b.NewTopic(t, admin.TopicType(typ))
@@ -675,7 +679,7 @@ func conformRecall(t *testing.T, s *server) {
 	u.next(u.group, u.topic, 10*time.Second, 10*time.Second)
 }
 
-// A killed consumer's open polls live on at the proxy.
+// A killed consumer's open polls live on at the proxy, and may take a message along for a while.
 func conformGhost(t *testing.T, s *server) {
 	u := setup(t, s, 5)
 	ghost := dialRaw(t, s.endpoint)
@@ -696,7 +700,7 @@ func conformGhost(t *testing.T, s *server) {
 	u.mustSend(newMessage(u.topic, "b", time.Now()))
 	m := u.next(u.group, u.topic, 10*time.Second, 20*time.Second)
 	took := time.Since(sent)
-	switch least := time.Second; attemptOf(m) {
+	switch least := s.swallowed; attemptOf(m) {
 	case 2: // the message overtook the news that the client has gone, and was given to it
 		least = 10 * time.Second
 		fallthrough
