@@ -45,10 +45,10 @@ demo: build ## The whole path on real servers; make demo DEMO_ARGS='--timeout 30
 	@eval "$$(scripts/stack env)"; exec bin/lapse demo $(DEMO_ARGS)
 
 .PHONY: test
-test: ## All tests, on the real servers, with the race detector
+test: ## All tests, on the real servers, with the race detector; never from the cache, which knows nothing of servers
 	@scripts/stack up --with replica
 	@eval "$$(scripts/stack env)"; export LAPSE_TEST_REQUIRE_STACK=1; \
-	  go test -race -timeout $(GO_TEST_TIMEOUT) $(GO_TEST_ARGS) || { rc=$$?; echo "The servers are still up; scripts/stack down stops them."; exit $$rc; }
+	  go test -race -count=1 -timeout $(GO_TEST_TIMEOUT) $(GO_TEST_ARGS) || { rc=$$?; echo "The servers are still up; scripts/stack down stops them."; exit $$rc; }
 	@echo "The servers are still up; scripts/stack down stops them."
 
 .PHONY: test-full
