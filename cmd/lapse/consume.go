@@ -43,7 +43,11 @@ func assembleConsumer(s *service) (*parts, error) {
 		return nil, err
 	}
 	p.close = append(p.close, source.Close)
-	worker, err := consumer.New(s.store, s.store, source, s.consumerConfig())
+	cancels, err := s.canceller()
+	if err != nil {
+		return p, err
+	}
+	worker, err := consumer.New(cancels, s.store, source, s.consumerConfig())
 	if err != nil {
 		return p, err
 	}
