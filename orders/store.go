@@ -32,6 +32,9 @@ type Config struct {
 	OutboxRetention time.Duration
 	// KeyRetention is how long an idempotency key stands for its request; afterwards the same key places another order. Default 7 days.
 	KeyRetention time.Duration
+	// Events makes every change of an order's state also write a row of event_outbox, in the same transaction; a relay with events.topic
+	// sends them. It has to be set alike in every process that works on the orders. Default false: nothing is written.
+	Events bool
 	// MaxOpenConns bounds the pool of a store from [Open]. Default 16.
 	MaxOpenConns int
 	// DialTimeout and IOTimeout bound the connecting to the database and each read and write on the connection, for stores from
@@ -253,6 +256,8 @@ type executor interface {
 type txn struct {
 	executor
 	now time.Time
+	// outgoing: Config.Events
+	outgoing bool
 	// counted after the commit, so that a transaction that runs twice counts once
 	gone, parked int64
 }
@@ -295,7 +300,7 @@ func (s *Store) once(ctx context.Context, do func(context.Context, *txn) error) 
 	if err != nil {
 		return fmt.Errorf("begin: %w: %w", errNotReady, err)
 	}
-	t := &txn{executor: tx}
+	t := &txn{executor: tx, outgoing: s.cfg.Events}
 	err = t.readNow(ctx)
 	if err == nil {
 		err = do(ctx, t)
@@ -330,7 +335,7 @@ func (s *Store) joinTx(ctx context.Context, tx *gorm.DB, doing string, do func(c
 		}
 		return fmt.Errorf("%s: set savepoint: %w", doing, err)
 	}
-	t := &txn{executor: conn}
+	t := &txn{executor: conn, outgoing: s.cfg.Events}
 	err = t.readNow(ctx)
 	if err == nil {
 		err = do(ctx, t)
