@@ -864,12 +864,16 @@ func TestMigrateUpStatusDown(t *testing.T) {
 		return stdout
 	}
 	newest := strconv.Itoa(migrations.Version)
-	expect(0, newest+" pending; apply them with 'lapse migrate up'", "status")
+	files, err := filepath.Glob("../../migrations/sql/*.sql")
+	if err != nil || len(files) == 0 {
+		t.Fatal(files, err)
+	}
+	expect(0, strconv.Itoa(len(files))+" pending; apply them with 'lapse migrate up'", "status")
 	expect(0, "applied 00001_create_orders.sql\n", "up")
 	if out := expect(0, "the schema is at version "+newest+"\n", "up"); strings.Contains(out, "applied") {
 		t.Errorf("a second up applies something: %q", out)
 	}
-	if out := expect(0, "00001_create_orders.sql", "status"); strings.Contains(out, "pending") || strings.Count(out, "\n") != migrations.Version+1 {
+	if out := expect(0, "00001_create_orders.sql", "status"); strings.Contains(out, "pending") || strings.Count(out, "\n") != len(files)+1 {
 		t.Errorf("status prints %q", out)
 	}
 	b.db.Exec(t, "INSERT INTO "+migrations.Table+" (version_id, is_applied) VALUES (?, TRUE)", migrations.Version+1)
