@@ -117,10 +117,11 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 	}
 	unlogged.Params = map[string]string{"sql_log_bin": "0"}
 	b.db.DSN = unlogged.FormatDSN()
+	logged := b.db.SQL
 	if b.db.SQL, err = sql.Open("mysql", b.db.DSN); err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = b.db.SQL.Close() }()
+	defer func() { _ = logged.Close() }()
 	// The build alone takes longer than other tests on a slow disk.
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
