@@ -47,6 +47,8 @@ type Outcome struct {
 	Remaining time.Duration
 	// Lateness is how long after its deadline a cancelled order was cancelled, by the database's clock.
 	Lateness time.Duration
+	// Missed says, of an order that was cancelled for a run of reconcile, why no message did it. Empty without [WithRun].
+	Missed Missed
 }
 
 // maxBatch is the number of orders in one transaction of CancelDue. Statements with 1,000 ids and more are planned otherwise by
@@ -177,6 +179,11 @@ func (s *Store) cancelDue(ctx context.Context, t *txn, ids []int64) (map[int64]O
 	if err != nil {
 		return nil, err
 	}
+	run, forRun := runOf(ctx)
+	named := "a timed message names"
+	if forRun {
+		named = fmt.Sprintf("reconcile run %d read", run)
+	}
 	outcomes := make(map[int64]Outcome, len(ids))
 	var due []int64
 	var later []retiming
@@ -186,7 +193,7 @@ func (s *Store) cancelDue(ctx context.Context, t *txn, ids []int64) (map[int64]O
 		if !there {
 			outcomes[id] = Outcome{ID: FormatID(id), Result: ResultNotFound}
 			parked = append(parked, Parked{What: ParkedOrder, Ref: FormatID(id),
-				Reason: "a timed message names this order, and there is none: its outbox row was committed with it, so it was deleted, or the message is not ours"})
+				Reason: named + " this order, and there is none: its outbox row was committed with it, so it was deleted, or the message is not ours"})
 			continue
 		}
 		out := decide(o, t.now)
@@ -210,7 +217,23 @@ func (s *Store) cancelDue(ctx context.Context, t *txn, ids []int64) (map[int64]O
 	if err := t.retime(ctx, later); err != nil {
 		return nil, err
 	}
-	events := make([]Event, 0, len(due)+len(later))
+	events := make([]Event, 0, 2*len(due)+len(later))
+	if forRun && len(due) > 0 {
+		why, err := t.missed(ctx, run, due)
+		if err != nil {
+			return nil, err
+		}
+		for _, id := range due {
+			e, err := event(id, EventReconciled, ActorLapse, why[id])
+			if err != nil {
+				return nil, err
+			}
+			events = append(events, e)
+			out := outcomes[id]
+			out.Missed = why[id].Missed
+			outcomes[id] = out
+		}
+	}
 	for _, id := range due {
 		e, err := event(id, EventCancelled, ActorLapse, map[string]any{"reason": ReasonTimeout, "lateness_ms": outcomes[id].Lateness.Milliseconds()})
 		if err != nil {

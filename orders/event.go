@@ -18,6 +18,7 @@ const (
 	EventRefund       = "refund"        // money arrived that cannot stay; its reason is in the detail
 	EventStockMissing = "stock_missing" // a stock row was gone, or did not hold the order's pieces, when they were to be moved
 	EventParked       = "parked"
+	EventReconciled   = "reconciled" // reconcile, not a message, cancelled the order; the run and the reason are in the detail
 )
 
 // Event is one entry of an order's story.
