@@ -5,6 +5,7 @@ ALTER TABLE reconcile_runs
   ADD COLUMN owner             VARCHAR(128) CHARACTER SET utf8mb4 NULL COMMENT 'host and process' AFTER kind,
   ADD COLUMN scheduled_at      DATETIME(3)  NULL COMMENT 'the instant of the schedule that it serves' AFTER owner,
   ADD COLUMN beat_at           DATETIME(3)  NULL COMMENT 'of the primary; read on the replica, it tells the lag' AFTER lease_until,
+  ADD COLUMN lease_beats       BIGINT       NOT NULL DEFAULT 0 AFTER beat_at,
   ADD COLUMN others            BIGINT       NOT NULL DEFAULT 0 COMMENT 'already cancelled, not due, exempt, gone' AFTER parked,
   ADD COLUMN never_sent        BIGINT       NOT NULL DEFAULT 0 AFTER others,
   ADD COLUMN sent_not_received BIGINT       NOT NULL DEFAULT 0 AFTER never_sent,
@@ -15,5 +16,5 @@ ALTER TABLE reconcile_runs
 -- +goose Down
 ALTER TABLE reconcile_runs
   DROP KEY reconcile_runs_by_kind, DROP KEY reconcile_runs_alone,
-  DROP COLUMN alone, DROP COLUMN kind, DROP COLUMN owner, DROP COLUMN scheduled_at, DROP COLUMN beat_at,
+  DROP COLUMN alone, DROP COLUMN kind, DROP COLUMN owner, DROP COLUMN scheduled_at, DROP COLUMN beat_at, DROP COLUMN lease_beats,
   DROP COLUMN others, DROP COLUMN never_sent, DROP COLUMN sent_not_received, DROP COLUMN was_parked;

@@ -1,0 +1,218 @@
+package reconcile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"runtime/debug"
+	"time"
+
+	"github.com/lapse-orders/lapse/orders"
+)
+
+const (
+	// maxFailures is how often an order fails alone before it is parked. More than once, since not every error that passes by itself is known
+	// by its number.
+	maxFailures = 3
+	// maxParkedInRow ends a run: so many orders in a row with not one cancelled between them are hardly the orders' fault, and parking them
+	// all would hide what is.
+	maxParkedInRow = 100
+	// maxAside bounds the orders in memory whose rows were locked; 16 bytes each.
+	maxAside = 10_000
+	// aloneShare is the part of CancelTimeout that orders get which were found locked: an eighth of 10 s is some seventy times what such a
+	// transaction takes, and all those that stay locked wait for it one after the other.
+	aloneShare = 8
+	// Pauses while the primary is away, doubling, of which a random half. They end with the lease.
+	backoffMin = 100 * time.Millisecond
+	backoffMax = 5 * time.Second
+)
+
+// cancel has a batch cancelled on the primary. What fails is halved until the failing orders stand alone, and these are parked. What is locked is
+// put aside for the end of the run; or, if it is the end, halved as well and parked.
+func (u *run) cancel(ctx context.Context, batch []orders.Overdue, last bool) {
+	timeout := u.cfg.CancelTimeout
+	if last {
+		timeout /= aloneShare
+	}
+	failures, waits := 0, 0
+	for parts := [][]orders.Overdue{batch}; len(parts) > 0; {
+		part := parts[len(parts)-1]
+		outcomes, err := u.askFor(ctx, part, timeout)
+		if err == nil {
+			parts, failures, waits = parts[:len(parts)-1], 0, 0
+			u.settle(part, outcomes)
+			continue
+		}
+		if ctx.Err() != nil {
+			return // the lease is lost: the orders are another run's
+		}
+		away, locked := u.judge(ctx, err)
+		switch {
+		case away:
+			waits++
+			if waits == 1 {
+				u.log.Warn("reconcile waits for the primary", "run", u.place.id, "err", err)
+			}
+			if !sleep(ctx, backoff(waits)) {
+				return
+			}
+		case locked && !last:
+			parts = parts[:len(parts)-1]
+			u.putAside(part)
+		case len(part) > 1:
+			parts = append(parts[:len(parts)-1], part[len(part)/2:], part[:len(part)/2])
+		case !locked && failures+1 < maxFailures:
+			failures++
+			if !sleep(ctx, backoff(failures)) {
+				return
+			}
+		default:
+			parts, failures = parts[:len(parts)-1], 0
+			u.park(ctx, part[0], err, locked)
+		}
+	}
+}
+
+// askFor has one transaction of orders cancelled.
+func (u *run) askFor(ctx context.Context, part []orders.Overdue, timeout time.Duration) (outcomes []orders.Outcome, err error) {
+	ids := make([]string, len(part))
+	for i, o := range part {
+		ids[i] = orders.FormatID(o.ID)
+	}
+	ctx, cancel := context.WithTimeout(orders.WithRun(ctx, u.place.id), timeout)
+	defer cancel()
+	// A panic over one order must not end the run, or every night would end there.
+	defer func() {
+		if v := recover(); v != nil {
+			u.log.Error("panic", "doing", "cancel", "run", u.place.id, "value", fmt.Sprint(v), "stack", string(debug.Stack()))
+			outcomes, err = nil, fmt.Errorf("cancel %d orders: panic: %v", len(ids), v)
+		}
+	}()
+	outcomes, err = u.canceller.CancelDue(ctx, ids)
+	if err == nil && len(outcomes) != len(ids) {
+		err = fmt.Errorf("cancel %d orders: the canceller gave %d outcomes", len(ids), len(outcomes))
+	}
+	return outcomes, err
+}
+
+// judge says whether the primary is the trouble, and otherwise whether the orders are locked rather than wrong. A transaction that waited too long
+// for a lock looks like a database that does not answer; the database tells the two apart.
+func (u *run) judge(ctx context.Context, err error) (away, locked bool) {
+	if !orders.IsUnavailable(err) {
+		return false, false
+	}
+	if !orders.IsRetryable(err) && !errors.Is(err, context.DeadlineExceeded) {
+		return true, false
+	}
+	ctx, cancel := context.WithTimeout(ctx, u.cfg.CancelTimeout)
+	defer cancel()
+	if u.primary.Ready(ctx) != nil {
+		return true, false
+	}
+	return false, true
+}
+
+// settle counts what became of the orders of a transaction.
+func (u *run) settle(part []orders.Overdue, outcomes []orders.Outcome) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.counts.Scanned += int64(len(part))
+	for _, o := range outcomes {
+		u.metrics.outcomes.WithLabelValues(string(o.Result)).Inc()
+		switch o.Result {
+		case orders.ResultCancelled:
+			u.failed = 0
+			u.counts.Cancelled++
+			u.metrics.cancelled.Inc()
+			switch o.Missed {
+			case orders.MissedNotReceived:
+				u.counts.Missed.SentNotReceived++
+			case orders.MissedParked:
+				u.counts.Missed.Parked++
+			default:
+				u.counts.Missed.NeverSent++
+			}
+			if o.Missed != "" {
+				u.metrics.missed.WithLabelValues(string(o.Missed)).Inc()
+			}
+		case orders.ResultAlreadyPaid:
+			u.counts.AlreadyPaid++
+		case orders.ResultHeld:
+			u.counts.Held++
+		case orders.ResultInvalid: // parked by the store
+			u.counts.Parked++
+			u.metrics.parked.Inc()
+		default:
+			u.counts.Others++
+		}
+	}
+}
+
+func (u *run) putAside(part []orders.Overdue) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if len(u.aside)+len(part) > maxAside {
+		if u.failure == nil {
+			u.failure = fmt.Errorf("more than %d orders cannot be cancelled since their rows are locked; look for a transaction that was left open on the primary", maxAside)
+		}
+		return
+	}
+	u.aside = append(u.aside, part...)
+	u.log.Warn("orders are locked; they are tried again at the end of the run", "run", u.place.id, "orders", len(part), "first", part[0].ID)
+}
+
+// tryAside asks for the orders that were locked once more.
+func (u *run) tryAside(ctx context.Context) error {
+	u.mu.Lock()
+	left := u.aside
+	u.mu.Unlock()
+	for begin := 0; begin < len(left); begin += u.cfg.Batch {
+		if ctx.Err() != nil {
+			return cause(ctx, ctx.Err())
+		}
+		u.cancel(u.work, left[begin:min(begin+u.cfg.Batch, len(left))], true)
+		u.show(false)
+	}
+	return nil
+}
+
+// park sets an order aside that cannot be cancelled, so that the run goes on. The next run tries it again.
+func (u *run) park(ctx context.Context, o orders.Overdue, failure error, locked bool) {
+	reason := fmt.Sprintf("reconcile run %d: cancelling it failed %d times: %v", u.place.id, maxFailures, failure)
+	if locked {
+		reason = fmt.Sprintf("reconcile run %d: its rows, or its stock's, are locked by somebody: %v", u.place.id, failure)
+	}
+	id := orders.FormatID(o.ID)
+	for n := 1; ; n++ {
+		within, cancel := context.WithTimeout(ctx, u.cfg.CancelTimeout)
+		err := u.primary.Park(within, orders.Parked{What: orders.ParkedOrder, Ref: id, Reason: reason})
+		cancel()
+		if err == nil {
+			break
+		}
+		u.log.Warn("an order cannot be parked; trying again", "run", u.place.id, "order", id, "err", err)
+		if !sleep(ctx, backoff(n)) {
+			return
+		}
+	}
+	u.log.Error("parked", "what", orders.ParkedOrder, "ref", id, "reason", reason)
+	u.metrics.parked.Inc()
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.counts.Scanned++
+	u.counts.Parked++
+	if u.failed++; u.failed == maxParkedInRow && u.failure == nil {
+		u.failure = fmt.Errorf("%d orders in a row could not be cancelled, which is hardly theirs; the last, %s: %w", maxParkedInRow, id, failure)
+	}
+}
+
+// backoff is the pause after the n-th failure in a row.
+func backoff(n int) time.Duration {
+	d := backoffMin
+	for i := 1; i < n && d < backoffMax; i++ {
+		d *= 2
+	}
+	d = min(d, backoffMax)
+	return d/2 + time.Duration(rand.Int64N(int64(d/2)+1)) //nolint:gosec // jitter needs no secrecy
+}
