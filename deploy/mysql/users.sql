@@ -32,6 +32,12 @@ ALTER USER 'lapse_consume'@'%' IDENTIFIED BY '@CONSUME_PASSWORD@';
 GRANT SELECT, INSERT, UPDATE ON `lapse`.* TO 'lapse_consume'@'%';
 GRANT SELECT, INSERT, UPDATE ON `lapse\_%`.* TO 'lapse_consume'@'%';
 
+-- Reconcile on the primary: cancels, releases stock, parks, and keeps its runs.
+CREATE USER IF NOT EXISTS 'lapse_reconcile'@'%' IDENTIFIED BY '@RECONCILE_PASSWORD@';
+ALTER USER 'lapse_reconcile'@'%' IDENTIFIED BY '@RECONCILE_PASSWORD@';
+GRANT SELECT, INSERT, UPDATE ON `lapse`.* TO 'lapse_reconcile'@'%';
+GRANT SELECT, INSERT, UPDATE ON `lapse\_%`.* TO 'lapse_reconcile'@'%';
+
 -- Reconcile on the replica, and whoever looks.
 CREATE USER IF NOT EXISTS 'lapse_read'@'%' IDENTIFIED BY '@READ_PASSWORD@';
 ALTER USER 'lapse_read'@'%' IDENTIFIED BY '@READ_PASSWORD@';
