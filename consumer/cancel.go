@@ -182,7 +182,7 @@ func (c *Consumer) settle(part []*task, outcomes []orders.Outcome) {
 			}
 		case orders.ResultCancelled:
 			c.metrics.lateness.Observe(max(o.Lateness, 0).Seconds())
-		case orders.ResultAlreadyPaid, orders.ResultAlreadyCancelled, orders.ResultExempt, orders.ResultNotFound, orders.ResultInvalid:
+		case orders.ResultAlreadyPaid, orders.ResultAlreadyCancelled, orders.ResultExempt, orders.ResultNotFound, orders.ResultInvalid, orders.ResultParked:
 		default:
 			t.park = &orders.Parked{What: orders.ParkedOrder, Ref: t.id,
 				Reason: fmt.Sprintf("the canceller gave the outcome %q, which this build does not know", o.Result)}

@@ -36,7 +36,7 @@ const (
 
 // Results are all values of [Result], for metrics that want every label from the start.
 func Results() []Result {
-	return []Result{ResultCancelled, ResultAlreadyPaid, ResultAlreadyCancelled, ResultNotDue, ResultExempt, ResultHeld, ResultNotFound, ResultInvalid}
+	return []Result{ResultCancelled, ResultAlreadyPaid, ResultAlreadyCancelled, ResultNotDue, ResultExempt, ResultHeld, ResultNotFound, ResultInvalid, ResultParked}
 }
 
 // Outcome is the result for one order. Remaining is set for not due and held: up to the store's EarlyWait nothing was written, and
@@ -62,6 +62,11 @@ const maxBatch = 500
 // An error means that nothing may be assumed about any of the ids: ask again. More than 500 ids are worked on in several
 // transactions; the earlier ones stay committed.
 func (s *Store) CancelDue(ctx context.Context, ids []string) ([]Outcome, error) {
+	return s.dueOrders(ctx, "cancel", ids, false)
+}
+
+// dueOrders is CancelDue, or, with checkOnly, CheckDue.
+func (s *Store) dueOrders(ctx context.Context, verb string, ids []string, checkOnly bool) ([]Outcome, error) {
 	asked := make([]int64, 0, len(ids))
 	bad := map[string]string{}
 	for _, text := range ids {
@@ -78,8 +83,8 @@ func (s *Store) CancelDue(ctx context.Context, ids []string) ([]Outcome, error) 
 	results := make(map[int64]Outcome, len(asked))
 	for batch := range slices.Chunk(asked, maxBatch) {
 		var part map[int64]Outcome
-		err := s.inTx(ctx, fmt.Sprintf("cancel %d due orders", len(batch)), func(ctx context.Context, t *txn) (err error) {
-			part, err = s.cancelDue(ctx, t, batch)
+		err := s.inTx(ctx, fmt.Sprintf("%s %d due orders", verb, len(batch)), func(ctx context.Context, t *txn) (err error) {
+			part, err = s.cancelDue(ctx, t, batch, checkOnly)
 			return err
 		})
 		if err != nil {
@@ -174,7 +179,7 @@ func decide(o lockedOrder, now time.Time) Outcome {
 	return out
 }
 
-func (s *Store) cancelDue(ctx context.Context, t *txn, ids []int64) (map[int64]Outcome, error) {
+func (s *Store) cancelDue(ctx context.Context, t *txn, ids []int64, checkOnly bool) (map[int64]Outcome, error) {
 	found, err := t.lock(ctx, ids)
 	if err != nil {
 		return nil, err
@@ -197,6 +202,9 @@ func (s *Store) cancelDue(ctx context.Context, t *txn, ids []int64) (map[int64]O
 			continue
 		}
 		out := decide(o, t.now)
+		if checkOnly && out.Result == ResultCancelled {
+			out = Outcome{ID: out.ID, Result: ResultDue}
+		}
 		outcomes[id] = out
 		switch {
 		case out.Result == ResultCancelled:
@@ -286,7 +294,7 @@ func (t *txn) cancelLocked(ctx context.Context, ids []int64, reason string) (sum
 func (s *Store) Cancel(ctx context.Context, id int64, actor, reason string) (Outcome, error) {
 	var out Outcome
 	err := s.inTx(ctx, fmt.Sprintf("cancel order %d", id), func(ctx context.Context, t *txn) (err error) {
-		out, err = cancelByHand(ctx, t, id, actor, reason)
+		out, err = s.cancelByHand(ctx, t, id, actor, reason)
 		return err
 	})
 	return out, err
@@ -296,13 +304,13 @@ func (s *Store) Cancel(ctx context.Context, id int64, actor, reason string) (Out
 func (s *Store) CancelTx(ctx context.Context, tx *gorm.DB, id int64, actor, reason string) (Outcome, error) {
 	var out Outcome
 	err := s.joinTx(ctx, tx, fmt.Sprintf("cancel order %d", id), func(ctx context.Context, t *txn) (err error) {
-		out, err = cancelByHand(ctx, t, id, actor, reason)
+		out, err = s.cancelByHand(ctx, t, id, actor, reason)
 		return err
 	})
 	return out, err
 }
 
-func cancelByHand(ctx context.Context, t *txn, id int64, actor, reason string) (Outcome, error) {
+func (s *Store) cancelByHand(ctx context.Context, t *txn, id int64, actor, reason string) (Outcome, error) {
 	if err := checkName("actor", actor, true); err != nil {
 		return Outcome{}, err
 	}
@@ -333,6 +341,11 @@ func cancelByHand(ctx context.Context, t *txn, id int64, actor, reason string) (
 	sums, err := t.cancelLocked(ctx, []int64{id}, reason)
 	if err != nil {
 		return Outcome{}, err
+	}
+	if s.cfg.CloseOnCancel {
+		if err := t.addTasks(ctx, []int64{id}, TaskClose); err != nil {
+			return Outcome{}, err
+		}
 	}
 	e, err := event(id, EventCancelled, actor, map[string]any{"reason": clip(reason, 255)})
 	if err != nil {

@@ -10,15 +10,19 @@ import (
 
 // Kinds of events. placed begins every order's story; paid and cancelled end it, and each order has at most one of those two.
 const (
-	EventPlaced       = "placed"
-	EventPaid         = "paid"
-	EventCancelled    = "cancelled"
-	EventExtended     = "extended"      // the deadline was moved
-	EventRetimed      = "retimed"       // a timed message came before the deadline; another will be sent
-	EventRefund       = "refund"        // money arrived that cannot stay; its reason is in the detail
-	EventStockMissing = "stock_missing" // a stock row was gone, or did not hold the order's pieces, when they were to be moved
-	EventParked       = "parked"
-	EventReconciled   = "reconciled" // reconcile, not a message, cancelled the order; the run and the reason are in the detail
+	EventPlaced        = "placed"
+	EventPaid          = "paid"
+	EventCancelled     = "cancelled"
+	EventExtended      = "extended"      // the deadline was moved
+	EventRetimed       = "retimed"       // a timed message came before the deadline; another will be sent
+	EventRefund        = "refund"        // money arrived that cannot stay; its reason is in the detail
+	EventStockMissing  = "stock_missing" // a stock row was gone, or did not hold the order's pieces, when they were to be moved
+	EventParked        = "parked"
+	EventHeld          = "held"            // the cancel was put off; until when and why is in the detail
+	EventGateway       = "gateway"         // the gateway answered what it was told again and again; the call and the answer are in the detail
+	EventRefunded      = "refunded"        // the gateway has given the money back
+	EventRefundGivenUp = "refund_given_up" // the money could not be given back; a person has to
+	EventReconciled    = "reconciled"      // reconcile, not a message, cancelled the order; the run and the reason are in the detail
 )
 
 // Event is one entry of an order's story.

@@ -35,6 +35,9 @@ type Config struct {
 	// Events makes every change of an order's state also write a row of event_outbox, in the same transaction; a relay with events.topic
 	// sends them. It has to be set alike in every process that works on the orders. Default false: nothing is written.
 	Events bool
+	// CloseOnCancel writes, with each cancel by hand, the task that closes the order's payment page at the gateway ([TaskClose]). Somebody has
+	// to work on the tasks: lapse refund does. Default: off.
+	CloseOnCancel bool
 	// MaxOpenConns bounds the pool of a store from [Open]. Default 16.
 	MaxOpenConns int
 	// DialTimeout and IOTimeout bound the connecting to the database and each read and write on the connection, for stores from
