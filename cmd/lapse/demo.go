@@ -35,7 +35,8 @@ database: its orders have a channel and stock of their own. With --timeout 30m i
 			if err != nil {
 				return err
 			}
-			demo.DSN, demo.ReadDSN, demo.Endpoints = cfg.MySQL.DSN, cmp.Or(cfg.MySQL.DSNRead, cfg.MySQL.DSN), cfg.RocketMQ.Endpoints
+			demo.DSN, demo.ReadDSN = cfg.MySQL.DSN, cmp.Or(cfg.MySQL.DSNRead, cfg.MySQL.DSN)
+			demo.RocketMQ, demo.Topic = (&service{cfg: cfg}).rocketmq(), cfg.RocketMQ.Topic
 			if demo.Binary, err = os.Executable(); err != nil {
 				return fmt.Errorf("find the binary to start: %w", err)
 			}

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/orders"
 	"github.com/lapse-orders/lapse/producer"
 )
@@ -31,11 +32,15 @@ type DemoConfig struct {
 	Orders  int           // how many are placed; at least 1
 	Rate    float64       // orders a second
 	Timeout time.Duration // from placing to the deadline; 1 s to 24 h
-	Seed    uint64        // of the customers
+	Seed    uint64        // of the customers, and of what is lost
+	// Lose is the share of the timed messages that is lost on purpose, in percent. Default: 0, none. It needs ReplicaDSN.
+	Lose float64
 
-	DSN       string // of the checkout's user
-	ReadDSN   string // of a user who may read, on the primary
-	Endpoints string // of RocketMQ, host:port[;host:port]
+	DSN        string // of the checkout's user
+	ReadDSN    string // of a user who may read, on the primary
+	ReplicaDSN string // of a user who may read, on a replica. Default: empty, and reconcile is not run at the end
+	RocketMQ   rmq.Config
+	Topic      string // of the timed messages
 
 	Binary string   // path of lapse
 	Args   []string // for all its processes: the configuration file and settings
@@ -53,6 +58,8 @@ func (c DemoConfig) validate() error {
 		return fmt.Errorf("%w: rate is %g a second; allowed is more than 0, up to 10000", ErrUsage, c.Rate)
 	case c.Timeout < time.Second || c.Timeout > 24*time.Hour:
 		return fmt.Errorf("%w: timeout is %s; allowed are 1s to 24h", ErrUsage, c.Timeout)
+	case !(c.Lose >= 0 && c.Lose <= 100):
+		return fmt.Errorf("%w: lose is %g percent; allowed are 0 to 100", ErrUsage, c.Lose)
 	}
 	return nil
 }
@@ -77,7 +84,8 @@ const (
 )
 
 // Demo runs a shop against real processes of the binary, a relay and two consumers, of which one is killed with SIGKILL in the middle and
-// started again, waits until every order is final, and checks everything; the tables are audited when the consumer is gone, too. Whatever happens, the processes have ended when it returns.
+// started again, waits until every order is final, lets reconcile look for what was missed if there is a replica, and checks everything;
+// the tables are audited when the consumer is gone, too. Whatever happens, the processes have ended when it returns.
 //
 // Errors: [ErrUsage], [ErrMissing], [ErrBroken], the context's, and others. The report is there with a nil error and with ErrBroken.
 func Demo(ctx context.Context, cfg DemoConfig) (_ Report, err error) {
@@ -117,6 +125,10 @@ type demo struct {
 
 	middle []orders.Check // of the audit in the middle; nil where there was none
 
+	between    *goBetween    // nil: nothing is lost
+	before     map[int64]Row // what reconcile found; nil: it was not run
+	reconciled *Reconciled
+
 	client *producer.Client
 	stock  *orders.Store // fills the shelf, which is no verb of a checkout
 	reader *orders.Store
@@ -132,8 +144,11 @@ func runName(what string) string {
 // connect makes sure that all servers are there, before anything is started.
 func (d *demo) connect(ctx context.Context) error {
 	const how = `bring the servers up: scripts/stack up && eval "$(scripts/stack env)"`
-	if d.cfg.DSN == "" || d.cfg.Endpoints == "" {
+	if d.cfg.DSN == "" || d.cfg.RocketMQ.Endpoints == "" {
 		return fmt.Errorf("the addresses of MySQL and RocketMQ are %w; %s", ErrMissing, how)
+	}
+	if d.cfg.Lose > 0 && d.cfg.ReplicaDSN == "" {
+		return fmt.Errorf("the address of a replica, mysql.dsn_replica, is %w: what is lost on purpose is found by reconcile, which reads one; bring it up: %s", ErrMissing, withReplica)
 	}
 	var err error
 	if d.client, err = producer.Open(d.cfg.DSN, producer.Config{}); err != nil {
@@ -153,9 +168,14 @@ func (d *demo) connect(ctx context.Context) error {
 	if err := d.reader.DB().PingContext(ctx); err != nil {
 		return fmt.Errorf("MySQL is %w for the reading user: %w; %s", ErrMissing, err, how)
 	}
+	if d.cfg.ReplicaDSN != "" {
+		if err := ping(ctx, d.cfg.ReplicaDSN); err != nil {
+			return fmt.Errorf("the replica is %w: %w; bring it up: %s", ErrMissing, err, withReplica)
+		}
+	}
 	var dialer net.Dialer
 	var errs []error
-	for endpoint := range strings.SplitSeq(d.cfg.Endpoints, ";") {
+	for endpoint := range strings.SplitSeq(d.cfg.RocketMQ.Endpoints, ";") {
 		conn, err := dialer.DialContext(ctx, "tcp", strings.TrimSpace(endpoint))
 		if err == nil {
 			return conn.Close()
@@ -163,6 +183,17 @@ func (d *demo) connect(ctx context.Context) error {
 		errs = append(errs, err)
 	}
 	return fmt.Errorf("RocketMQ is %w: %w; %s", ErrMissing, errors.Join(errs...), how)
+}
+
+// withReplica is how to get a replica.
+const withReplica = `scripts/stack up --with replica && eval "$(scripts/stack env)"`
+
+func ping(ctx context.Context, dsn string) error {
+	store, err := orders.Open(dsn, orders.Config{MaxOpenConns: 1})
+	if err != nil {
+		return err
+	}
+	return errors.Join(store.DB().PingContext(ctx), store.Close())
 }
 
 func (d *demo) disconnect() error {
@@ -199,6 +230,12 @@ func (d *demo) run(ctx context.Context) (_ Report, err error) {
 			err = ended
 		}
 	}()
+	if d.cfg.Lose > 0 {
+		if d.between, err = startGoBetween(ctx, d.cfg.RocketMQ, d.cfg.Topic, d.cfg.Lose/100, d.cfg.Seed); err != nil {
+			return Report{}, err
+		}
+		defer d.between.close()
+	}
 	first, err := d.startAll(ctx, crew)
 	if err != nil {
 		return Report{}, cause(ctx, err)
@@ -217,6 +254,11 @@ func (d *demo) run(ctx context.Context) (_ Report, err error) {
 		stop(nil)
 		<-served
 		return Report{}, err
+	}
+	if d.cfg.ReplicaDSN != "" {
+		if d.before, d.reconciled, err = d.reconcile(ctx, crew, ahead); err != nil {
+			return Report{}, cause(ctx, err)
+		}
 	}
 	// Everybody stops first: nothing may move under the audit, and what the processes still had to write is written.
 	d.display.Say("%s  ending the processes and checking", clock(time.Since(d.started)))
@@ -253,7 +295,12 @@ func (d *demo) fillShelf(ctx context.Context) error {
 func (d *demo) startAll(ctx context.Context, crew *crew) (first *process, err error) {
 	d.display.Say("%s  starting a relay and %d consumers", clock(time.Since(d.started)), consumers)
 	all := make([]*process, 0, 1+consumers)
-	p, err := crew.start("relay", d.args("relay")...)
+	args := d.args("relay")
+	if d.between != nil {
+		d.display.Say("%s  the relay's messages pass a go-between, which loses %g %% of them", clock(time.Since(d.started)), d.cfg.Lose)
+		args = append(args, "--set", "rocketmq.endpoints="+d.between.endpoint(), "--set", "rocketmq.tls.enabled=false")
+	}
+	p, err := crew.start("relay", args...)
 	if err != nil {
 		return nil, err
 	}
@@ -342,6 +389,10 @@ func (d *demo) watch(ctx context.Context, crew *crew, victim *process, customers
 			// At the end nothing is reserved and nothing unpaid: what has to hold of that is seen only here. An order that the killed
 			// consumer had in hand may be overdue for as long as any other.
 			options := orders.AuditOptions{Grace: d.cfg.settle(), MinID: d.minID, Limit: maxExamples}
+			if d.between != nil {
+				// What was lost stays overdue until the end, which is for the last audit to judge.
+				options.Grace += time.Since(d.started)
+			}
 			if d.middle, err = orders.Audit(ctx, d.reader.DB(), options); err != nil {
 				return nil, err
 			}
@@ -360,9 +411,15 @@ func (d *demo) watch(ctx context.Context, crew *crew, victim *process, customers
 		if !done || coming {
 			continue
 		}
-		limit := last.Add(-ahead).Add(d.cfg.settle())
-		if counts.Unpaid == 0 || time.Now().After(limit) {
-			if counts.Unpaid > 0 {
+		over := last.Add(-ahead)
+		settled := counts.Unpaid == 0
+		if d.between != nil && !settled && time.Now().After(over) {
+			if settled, err = d.onlyLostAreLeft(ctx); err != nil {
+				return nil, err
+			}
+		}
+		if settled || time.Now().After(over.Add(d.cfg.settle())) {
+			if !settled {
 				d.display.Say("%s  %d orders are still unpaid %s after the last deadline", clock(time.Since(d.started)), counts.Unpaid, d.cfg.settle())
 			}
 			if !killed {
@@ -371,6 +428,16 @@ func (d *demo) watch(ctx context.Context, crew *crew, victim *process, customers
 			return kills, nil
 		}
 	}
+}
+
+// onlyLostAreLeft reports whether every order that is still unpaid is one whose message was lost on purpose.
+func (d *demo) onlyLostAreLeft(ctx context.Context) (bool, error) {
+	rows, err := ReadRows(ctx, d.reader.DB(), d.name, d.minID)
+	if err != nil {
+		return false, err
+	}
+	lost := d.between.loss().Orders
+	return !slices.ContainsFunc(overdueIn(rows), func(id int64) bool { return !lost[id] }), nil
 }
 
 // replace kills a consumer and starts its successor; back gets word when that is ready.
@@ -410,6 +477,15 @@ func (d *demo) report(ctx context.Context, kills []Kill) (Report, error) {
 		return Report{}, err
 	}
 	r.Checks = inOrder(fold(d.middle, audit), Compare(accounts, rows))
+	if d.reconciled != nil {
+		var lost loss
+		if d.between != nil {
+			lost = d.between.loss()
+			r.Losses = losses(d.cfg.Lose, lost, d.before)
+		}
+		r.Reconcile = d.reconciled
+		r.Checks = inOrder(r.Checks, []orders.Check{compareReconciled(lost, d.before, d.reconciled)})
+	}
 	r.Took = seconds(time.Since(d.started))
 	r.Holds = r.Broken() == 0
 	if !r.Holds {

@@ -4,6 +4,7 @@
 package trial
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -70,30 +71,65 @@ func (c *crew) start(name string, args ...string) (*process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)
 	}
-	p := &process{name: name, addr: addr, log: filepath.Join(c.dir, strings.ReplaceAll(name, " ", "-")+".log"), exited: make(chan struct{})}
+	p := &process{name: name, addr: addr}
+	return p, c.launch(p, nil, append(args, "--set", "http.addr="+addr)...)
+}
+
+// run runs the binary with arguments to its end, and gives what it wrote to stdout and its exit code. The end is nothing unasked, whatever the
+// code is. The error says that it could not be started, or that ctx or the crew ended before it.
+func (c *crew) run(ctx context.Context, name string, args ...string) (stdout []byte, code int, err error) {
+	var out bytes.Buffer
+	p := &process{name: name, asked: true}
+	if err := c.launch(p, &out, args...); err != nil {
+		return nil, 0, err
+	}
+	select {
+	case <-p.exited:
+	case <-ctx.Done():
+		_ = p.cmd.Process.Kill() // gone already, if it fails
+		<-p.exited
+		return nil, 0, fmt.Errorf("%s was ended: %w; its last words:\n%s", name, ctx.Err(), p.lastWords())
+	}
+	var exit *exec.ExitError
+	switch {
+	case p.err == nil:
+	case errors.As(p.err, &exit) && exit.Exited():
+		code = exit.ExitCode()
+	default:
+		return nil, 0, fmt.Errorf("%s ended with %w; its last words:\n%s", name, p.err, p.lastWords())
+	}
+	return out.Bytes(), code, nil
+}
+
+// launch starts a process. Its output goes to its log, but for stdout where that is not nil.
+func (c *crew) launch(p *process, stdout io.Writer, args ...string) error {
+	p.log, p.exited = filepath.Join(c.dir, strings.ReplaceAll(p.name, " ", "-")+".log"), make(chan struct{})
 	// Appended to: the successor of a killed process goes on in the same file.
 	log, err := os.OpenFile(p.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
-		return nil, fmt.Errorf("start %s: open its log: %w", name, err)
+		return fmt.Errorf("start %s: open its log: %w", p.name, err)
 	}
-	defer log.Close()                                                           //nolint:errcheck // the process has its own handle
-	p.cmd = exec.Command(c.binary, append(args, "--set", "http.addr="+addr)...) //nolint:gosec,noctx // our own binary; end ends it, in its own way
+	defer log.Close()                       //nolint:errcheck // the process has its own handle
+	p.cmd = exec.Command(c.binary, args...) //nolint:gosec,noctx // our own binary; end ends it, in its own way
 	p.cmd.Env, p.cmd.Stdout, p.cmd.Stderr = c.env, log, log
+	if stdout != nil {
+		p.cmd.Stdout = stdout
+	}
 	p.cmd.SysProcAttr = childAttr()
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.over {
-		return nil, fmt.Errorf("start %s: the run is over", name)
+		return fmt.Errorf("start %s: the run is over", p.name)
 	}
 	started := make(chan error)
 	c.starts <- func() { started <- p.cmd.Start() }
 	if err := <-started; err != nil {
-		return nil, fmt.Errorf("start %s: %w", name, err)
+		return fmt.Errorf("start %s: %w", p.name, err)
 	}
 	c.all[p] = true
 	go c.watch(p) // ends with the process
-	return p, nil
+	return nil
 }
 
 func (c *crew) watch(p *process) {

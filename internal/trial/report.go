@@ -23,10 +23,14 @@ type Report struct {
 	// Kinds says what happened, by kind of customer, and Total over all of them.
 	Kinds []KindLine `json:"kinds"`
 	Total KindLine   `json:"total"`
-	// Lateness is that of the orders cancelled by timeout.
+	// Lateness is that of the orders cancelled by timeout, but for those that reconcile cancelled.
 	Lateness Lateness `json:"lateness"`
 	// Kills are the processes that were killed with SIGKILL and started again.
 	Kills []Kill `json:"kills"`
+	// Losses says what was lost on purpose; nil where nothing was to be.
+	Losses *Losses `json:"losses,omitempty"`
+	// Reconcile is the run of reconcile at the end; nil without a replica.
+	Reconcile *Reconciled `json:"reconcile,omitempty"`
 	// Checks are the invariants, each with the rows that were looked at: those of the tables in the middle of a run and at its end, those
 	// of the ledger (I7) at its end.
 	Checks []orders.Check `json:"checks"`
@@ -125,11 +129,11 @@ func tally(accounts []Account, rows map[int64]Row) (kinds []KindLine, total Kind
 	return kinds, total
 }
 
-// lateness sums up the orders that were cancelled by timeout.
+// lateness sums up the orders that were cancelled by a message at their deadline.
 func lateness(rows map[int64]Row) Lateness {
 	var late []time.Duration
 	for _, r := range rows {
-		if r.byTimeout() {
+		if r.byMessage() {
 			late = append(late, r.late())
 		}
 	}
@@ -149,7 +153,7 @@ func lateness(rows map[int64]Row) Lateness {
 func countLong(kills []Kill, rows map[int64]Row) {
 	for i, k := range kills {
 		for _, r := range rows {
-			if r.byTimeout() && r.late() > long && r.DeadlineAt.Sub(k.at).Abs() <= aroundKill {
+			if r.byMessage() && r.late() > long && r.DeadlineAt.Sub(k.at).Abs() <= aroundKill {
 				kills[i].Long++
 			}
 		}
@@ -203,6 +207,7 @@ func (r Report) Print(w io.Writer, s Style) error {
 	r.printKinds(&b, s)
 	fmt.Fprintln(&b)
 	r.printLateness(&b, s)
+	r.printReconcile(&b, s)
 	fmt.Fprintln(&b)
 	for _, c := range r.Checks {
 		printCheck(&b, s, c)

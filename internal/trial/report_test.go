@@ -99,6 +99,19 @@ func example(broken bool) Report {
 	return r
 }
 
+// exampleLost is a report of a run that lost messages on purpose.
+func exampleLost() Report {
+	lost, before, reconciled := lostWorld()
+	for id := int64(1795000000000000000); len(reconciled.Orders) < 12; id++ {
+		reconciled.Orders = append(reconciled.Orders, ReconciledOrder{ID: id, Missed: orders.MissedNotReceived, Because: "no consumer has handled it"})
+		lost.Orders[id], before[id] = true, Row{Status: orders.Unpaid}
+	}
+	r := example(false)
+	r.Losses, r.Reconcile = losses(5, lost, before), reconciled
+	r.Checks = inOrder(r.Checks, []orders.Check{compareReconciled(lost, before, reconciled)})
+	return r
+}
+
 func TestTheReportIsPrintedLikeThis(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
@@ -108,6 +121,7 @@ func TestTheReportIsPrintedLikeThis(t *testing.T) {
 		"holds-80":   {example(false), Style{Width: 80}},
 		"broken-80":  {example(true), Style{Width: 80}},
 		"broken-120": {example(true), Style{Width: 120, Color: true}},
+		"lost-80":    {exampleLost(), Style{Width: 80}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -155,7 +169,7 @@ func TestNoLineOfAReportIsWiderThanTheTerminal(t *testing.T) {
 
 func TestTheReportSurvivesJSON(t *testing.T) {
 	t.Parallel()
-	want := example(true)
+	want := exampleLost()
 	text, err := json.Marshal(want)
 	if err != nil {
 		t.Fatal(err)
@@ -168,7 +182,8 @@ func TestTheReportSurvivesJSON(t *testing.T) {
 	if err != nil || string(again) != string(text) {
 		t.Errorf("%v\n%s\n%s", err, text, again)
 	}
-	for _, key := range []string{`"cancelled_by_timeout":`, `"p99_ms":498`, `"order_id":"1795000000000000000"`, `"holds":false`, `"refunded":"130"`} {
+	for _, key := range []string{`"cancelled_by_timeout":`, `"p99_ms":498`, `"order_id":"1795000000000000000"`, `"holds":true`, `"refunded":"130"`,
+		`"unpaid_past_their_deadlines":12`, `"missed":"sent_not_received"`} {
 		if !strings.Contains(string(text), key) {
 			t.Errorf("no %s in %s", key, text)
 		}

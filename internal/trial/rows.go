@@ -3,6 +3,7 @@ package trial
 import (
 	"context"
 	"database/sql"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"time"
@@ -21,6 +22,7 @@ type Row struct {
 	SetAside    bool      // held or parked, with a reason
 	Cancels     int       // events that say cancelled
 	Payments    map[string]PaymentRow
+	Reconciled  *ReconciledOrder // nil: reconcile did not cancel it
 }
 
 // PaymentRow is one payment of an order, by transaction id, and its refund.
@@ -35,6 +37,9 @@ type PaymentRow struct {
 func (r Row) byTimeout() bool {
 	return r.Status == orders.Cancelled && r.Reason == orders.ReasonTimeout
 }
+
+// byMessage reports whether a message had the order cancelled at its deadline.
+func (r Row) byMessage() bool { return r.byTimeout() && r.Reconciled == nil }
 
 // late is the lateness of a cancelled order.
 func (r Row) late() time.Duration { return r.CancelledAt.Sub(r.DeadlineAt) }
@@ -86,6 +91,30 @@ func ReadRows(ctx context.Context, db *sql.DB, run string, minID int64) (map[int
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read the payments of the run: %w", err)
+	}
+	err = each(ctx, tx, "SELECT order_id, detail FROM order_events WHERE kind = ? AND order_id >= ?", []any{orders.EventReconciled, minID}, func(scan *sql.Rows) error {
+		var o ReconciledOrder
+		var text []byte
+		if err := scan.Scan(&o.ID, &text); err != nil {
+			return err
+		}
+		var detail struct {
+			Run     int64
+			Missed  orders.Missed
+			Because string
+		}
+		if err := json.Unmarshal(text, &detail); err != nil {
+			return fmt.Errorf("the detail of an event of order %d: %w", o.ID, err)
+		}
+		o.run, o.Missed, o.Because = detail.Run, detail.Missed, detail.Because
+		if r, ours := rows[o.ID]; ours {
+			r.Reconciled = &o
+			rows[o.ID] = r
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read which orders of the run were reconciled: %w", err)
 	}
 	return rows, nil
 }
