@@ -22,6 +22,8 @@ const (
 	EventGateway       = "gateway"         // the gateway answered what it was told again and again; the call and the answer are in the detail
 	EventRefunded      = "refunded"        // the gateway has given the money back
 	EventRefundGivenUp = "refund_given_up" // the money could not be given back; a person has to
+	EventRetried       = "retried"         // what was parked went back to the normal path
+	EventDiscarded     = "discarded"       // what was parked is left as it is, with a reason
 	EventReconciled    = "reconciled"      // reconcile, not a message, cancelled the order; the run and the reason are in the detail
 )
 
@@ -77,8 +79,29 @@ const maxRows = 500
 
 // Events gives the story of one order, oldest first; an unknown order has none.
 func (s *Store) Events(ctx context.Context, id int64) ([]Event, error) {
+	return readEvents(ctx, s.db, id)
+}
+
+// Text gives a member of the event's detail as text: that of a string, the digits of a number; empty where it has none such.
+func (e Event) Text(member string) string {
+	var members map[string]json.RawMessage
+	if json.Unmarshal(e.Detail, &members) != nil {
+		return ""
+	}
+	var text string
+	if raw := members[member]; json.Unmarshal(raw, &text) != nil {
+		var n json.Number
+		if json.Unmarshal(raw, &n) != nil {
+			return ""
+		}
+		return n.String()
+	}
+	return text
+}
+
+func readEvents(ctx context.Context, db executor, id int64) ([]Event, error) {
 	var events []Event
-	err := each(ctx, s.db, "SELECT order_id, CAST(at AS CHAR), kind, actor, CAST(detail AS CHAR) FROM order_events WHERE order_id = ? ORDER BY id", []any{id},
+	err := each(ctx, db, "SELECT order_id, CAST(at AS CHAR), kind, actor, CAST(detail AS CHAR) FROM order_events WHERE order_id = ? ORDER BY id", []any{id},
 		func(rows *sql.Rows) error {
 			var e Event
 			var at instant
