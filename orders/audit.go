@@ -66,11 +66,12 @@ var auditQueries = []auditQuery{
 			WHERE s.reserved <> COALESCE(w.quantity, 0)`,
 	},
 	{
-		"I2", "sold_is_sum_of_paid", "per SKU, sold is the sum over paid orders",
+		"I2", "sold_is_sum_of_paid", "per SKU, sold is the sum over paid orders, those included that were purged and are carried forward in the ledger",
 		"SELECT COUNT(*) FROM stock",
-		`SELECT NULL, s.sku, CONCAT('sold is ', s.sold, ', paid orders have ', COALESCE(w.quantity, 0))
+		`SELECT NULL, s.sku, CONCAT('sold is ', s.sold, ', paid orders have ', COALESCE(w.quantity, 0), ', carried forward ', COALESCE(c.quantity, 0))
 			FROM stock s LEFT JOIN (SELECT i.sku, SUM(i.quantity) AS quantity FROM order_items i JOIN orders o ON o.id = i.order_id WHERE o.status = 'paid' GROUP BY i.sku) w ON w.sku = s.sku
-			WHERE s.sold <> COALESCE(w.quantity, 0)`,
+			LEFT JOIN stock_ledger c ON c.order_id = 0 AND c.sku = s.sku AND c.kind = 'sell'
+			WHERE s.sold <> COALESCE(w.quantity, 0) + COALESCE(c.quantity, 0)`,
 	},
 	{
 		"I2", "available_is_the_rest", "per limited SKU, available = adjustments - reserved - sold",
@@ -93,7 +94,7 @@ var auditQueries = []auditQuery{
 			UNION ALL
 			SELECT m.order_id, m.sku, CONCAT(m.kind, ' of ', m.quantity, ' without an item')
 			FROM stock_ledger m LEFT JOIN order_items i ON i.order_id = m.order_id AND i.sku = m.sku
-			WHERE m.kind <> 'adjust' AND m.order_id >= :min AND i.order_id IS NULL`,
+			WHERE m.kind <> 'adjust' AND m.order_id >= :min AND m.order_id > 0 AND i.order_id IS NULL`,
 	},
 	{
 		"I3", "overdue_is_cancelled", "no order is unpaid past its deadline, unless it is held or parked",

@@ -259,6 +259,9 @@ func (s *Store) cancelDue(ctx context.Context, t *txn, ids []int64, checkOnly bo
 	if err := t.addEvents(ctx, events); err != nil {
 		return nil, err
 	}
+	if err := t.announceCancelled(ctx, due, ReasonTimeout, ActorLapse); err != nil {
+		return nil, err
+	}
 	if err := t.park(ctx, parked); err != nil {
 		return nil, err
 	}
@@ -352,6 +355,9 @@ func (s *Store) cancelByHand(ctx context.Context, t *txn, id int64, actor, reaso
 		return Outcome{}, err
 	}
 	if err := t.addEvents(ctx, []Event{e}); err != nil {
+		return Outcome{}, err
+	}
+	if err := t.announceCancelled(ctx, []int64{id}, clip(reason, 255), actor); err != nil {
 		return Outcome{}, err
 	}
 	return out, sums()

@@ -10,6 +10,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -89,6 +90,67 @@ func (t *txn) addOutgoing(ctx context.Context, list []outgoing) error {
 	return nil
 }
 
+// placedSequence is that of the first event of every order. [txn.insertOrder] writes it.
+const placedSequence = 1
+
+// announcePlaced writes the event of an order that was inserted with its sequence.
+func (t *txn) announcePlaced(ctx context.Context, o Order) error {
+	if !t.outgoing {
+		return nil
+	}
+	items := make([]outgoingItem, len(o.Items))
+	for i, it := range o.Items {
+		items[i] = outgoingItem{SKU: it.SKU, Quantity: it.Quantity, Price: FormatID(it.Price)}
+	}
+	return t.insertOutgoing(ctx, []outgoing{{orderID: o.ID, kind: OutgoingPlaced, data: orderPlaced{PayBy: stamp(o.PayBy), DeadlineAt: stamp(o.DeadlineAt), Items: items}}},
+		[]outgoingOrder{{
+			sequence: placedSequence, OrderID: FormatID(o.ID), Channel: o.Channel, PaymentMethod: o.PaymentMethod,
+			UserID: o.UserID, Currency: o.Currency, Amount: FormatID(o.Amount),
+		}})
+}
+
+func (t *txn) announceCancelled(ctx context.Context, ids []int64, reason, actor string) error {
+	list := make([]outgoing, len(ids))
+	for i, id := range ids {
+		list[i] = outgoing{orderID: id, kind: OutgoingCancelled, data: orderCancelled{Reason: reason, Actor: actor}}
+	}
+	return t.addOutgoing(ctx, list)
+}
+
+// What the events of an order have beside the members that all have.
+type (
+	orderPlaced struct {
+		PayBy      *string        `json:"pay_by"` // null: the order has no deadline
+		DeadlineAt *string        `json:"deadline_at"`
+		Items      []outgoingItem `json:"items"`
+	}
+	outgoingItem struct {
+		SKU      string `json:"sku"`
+		Quantity int64  `json:"quantity"`
+		Price    string `json:"price"`
+	}
+	orderPaid struct {
+		Gateway       string `json:"gateway"`
+		TransactionID string `json:"transaction_id"`
+		Paid          string `json:"paid"` // what arrived; more than amount is refunded
+	}
+	orderCancelled struct {
+		Reason string `json:"reason"` // ReasonTimeout, or the words of whoever cancelled
+		Actor  string `json:"actor"`
+	}
+)
+
+// outgoingLayout is how instants stand in events.
+const outgoingLayout = "2006-01-02T15:04:05.000Z"
+
+func stamp(t *time.Time) *string {
+	if t == nil {
+		return nil
+	}
+	s := t.UTC().Format(outgoingLayout)
+	return &s
+}
+
 // outgoingOrder is what every event says of its order.
 type outgoingOrder struct {
 	id, sequence int64
@@ -143,4 +205,120 @@ type Outgoing struct {
 	Attempts int // earlier sends that failed
 
 	AvailableAt time.Time // since when it could be sent
+}
+
+// OutgoingClaim is a set of events that the caller alone may send, until Until by the database's clock. Marks carry the token and match
+// nothing once the lease has ended and another has claimed the row.
+type OutgoingClaim struct {
+	Token      string
+	Now, Until time.Time
+	Rows       []Outgoing
+}
+
+// ClaimOutgoing leases up to limit events whose time has come, oldest first, and skips those that another relay is claiming. Of each order it
+// gives the first event that was neither sent nor parked, and no later one: so an order's events are stored by the broker in their sequence. An
+// empty claim means that there is nothing to send.
+func (s *Store) ClaimOutgoing(ctx context.Context, limit int, lease time.Duration) (OutgoingClaim, error) {
+	if limit < 1 || limit > maxClaim || lease <= 0 {
+		return OutgoingClaim{}, invalid("claim of %d events for %s; allowed are 1 to %d events and a positive lease", limit, lease, maxClaim)
+	}
+	var claim OutgoingClaim
+	err := s.inTx(ctx, "claim events", func(ctx context.Context, t *txn) error {
+		claim = OutgoingClaim{Token: newToken(), Now: t.now, Until: t.now.Add(lease)}
+		var ids []int64
+		// The look at earlier events takes no locks, and needs none: an order's rows appear in their sequence, and one that is marked sent a
+		// moment later only puts its successor off to the next claim.
+		err := t.each(ctx, `SELECT e.id, e.order_id, e.sequence, e.type, CAST(e.at AS CHAR), CAST(e.data AS CHAR), e.attempts, CAST(e.available_at AS CHAR)
+			FROM event_outbox e FORCE INDEX (event_outbox_to_do) WHERE e.state = 'pending' AND e.available_at <= ? AND NOT EXISTS
+				(SELECT 1 FROM event_outbox b FORCE INDEX (event_outbox_by_order) WHERE b.order_id = e.order_id AND b.sequence < e.sequence AND b.state = 'pending')
+			ORDER BY e.available_at, e.id LIMIT ? FOR UPDATE SKIP LOCKED`, []any{at(t.now), limit},
+			func(rows *sql.Rows) error {
+				var e Outgoing
+				var when, available instant
+				var data string
+				if err := rows.Scan(&e.ID, &e.OrderID, &e.Sequence, &e.Type, &when, &data, &e.Attempts, &available); err != nil {
+					return err
+				}
+				e.At, e.AvailableAt, e.Data = when.time, available.time, json.RawMessage(data)
+				claim.Rows = append(claim.Rows, e)
+				ids = append(ids, e.ID)
+				return nil
+			})
+		if err != nil {
+			return fmt.Errorf("select pending events: %w", err)
+		}
+		slices.Sort(ids)
+		for part := range slices.Chunk(ids, maxRows) {
+			n, err := t.exec(ctx, "UPDATE event_outbox FORCE INDEX (PRIMARY) SET available_at = ?, lease_token = ? WHERE id IN ("+marks(len(part))+") AND state = 'pending'",
+				append([]any{at(claim.Until), claim.Token}, anys(part)...)...)
+			if err != nil {
+				return fmt.Errorf("lease %d events: %w", len(part), err)
+			}
+			if n != int64(len(part)) {
+				return fmt.Errorf("lease %d locked events, %d matched: %w", len(part), n, errAgain)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return OutgoingClaim{}, err
+	}
+	return claim, nil
+}
+
+// SentOutgoing is one event that the broker has stored: its row and its message.
+type SentOutgoing struct {
+	ID        int64
+	MessageID string
+}
+
+// MarkOutgoingSent records that the broker has stored these events, and when their rows may be purged. It gives the number of rows that still
+// carried the token; the others are sent again.
+func (s *Store) MarkOutgoingSent(ctx context.Context, token string, sent []SentOutgoing) (int, error) {
+	sent = slices.SortedFunc(slices.Values(sent), func(a, b SentOutgoing) int { return int(min(max(a.ID-b.ID, -1), 1)) })
+	var total int
+	err := s.inTx(ctx, "mark events sent", func(ctx context.Context, t *txn) error {
+		total = 0
+		for part := range slices.Chunk(sent, maxRows) {
+			ids := make([]int64, len(part))
+			args := make([]any, 0, 2*len(part)+2)
+			for i, e := range part {
+				ids[i] = e.ID
+				args = append(args, e.ID, clip(e.MessageID, 64))
+			}
+			n, err := t.mark(ctx, outgoingEvents, token, ids,
+				"state = 'sent', message_id = CASE id"+strings.Repeat(" WHEN ? THEN ?", len(part))+" END, sent_at = ?, available_at = ?, lease_token = NULL, last_error = NULL",
+				append(args, at(t.now), at(t.now.Add(s.cfg.Retention.Events)))...)
+			if err != nil {
+				return err
+			}
+			total += n
+		}
+		return nil
+	})
+	return total, err
+}
+
+// MarkOutgoingRetry gives events back whose send failed: another attempt may be made after pause.
+func (s *Store) MarkOutgoingRetry(ctx context.Context, token string, ids []int64, pause time.Duration, cause error) (int, error) {
+	return s.mark(ctx, outgoingEvents, "mark events for retry", token, ids, toRetry(pause, cause))
+}
+
+// UnclaimOutgoing gives events back that were not tried.
+func (s *Store) UnclaimOutgoing(ctx context.Context, token string, ids []int64) (int, error) {
+	return s.mark(ctx, outgoingEvents, "give back events", token, ids, toOthers)
+}
+
+// ParkOutgoing sets an event aside that the broker refuses for good, with the reason and the body that it refused. The order's later events go
+// on without it. It gives 0 where the row no longer carried the token.
+func (s *Store) ParkOutgoing(ctx context.Context, token string, e Outgoing, reason string, body []byte) (int, error) {
+	var n int
+	err := s.inTx(ctx, "park event "+e.EventID(), func(ctx context.Context, t *txn) (err error) {
+		n, err = t.mark(ctx, outgoingEvents, token, []int64{e.ID}, "state = 'parked', lease_token = NULL, attempts = attempts + 1, last_error = ?", clip(reason, 1024))
+		if err != nil || n == 0 {
+			return err
+		}
+		return t.park(ctx, []Parked{{What: ParkedMessage, Ref: "event:" + e.EventID(), Reason: reason, Body: body}})
+	})
+	return n, err
 }

@@ -99,8 +99,9 @@ func (t *txn) placedBefore(ctx context.Context, key string, request [32]byte) (O
 
 	o.Status, o.Items = Unpaid, []Item{}
 	var created instant
-	err = t.QueryRowContext(ctx, "SELECT channel, user_id, currency, amount, CAST(created_at AS CHAR) FROM orders WHERE id = ? LOCK IN SHARE MODE", o.ID).
-		Scan(&o.Channel, &o.UserID, &o.Currency, &o.Amount, &created)
+	var grace int64
+	err = t.QueryRowContext(ctx, "SELECT channel, payment_method, user_id, currency, amount, grace_ms, CAST(created_at AS CHAR) FROM orders WHERE id = ? LOCK IN SHARE MODE", o.ID).
+		Scan(&o.Channel, &o.PaymentMethod, &o.UserID, &o.Currency, &o.Amount, &grace, &created)
 	if errors.Is(err, sql.ErrNoRows) {
 		return Order{}, fmt.Errorf("order %d of the idempotency key: %w", o.ID, ErrNotFound)
 	}
@@ -131,7 +132,11 @@ func (t *txn) placedBefore(ctx context.Context, key string, request [32]byte) (O
 	if err := json.Unmarshal([]byte(detail), &first); err != nil {
 		return Order{}, fmt.Errorf("read how order %d was placed: %w", o.ID, err)
 	}
-	o.DeadlineAt = first.DeadlineAt
+	var deadline instant
+	if first.DeadlineAt != nil {
+		deadline = at(*first.DeadlineAt)
+	}
+	o.promise(deadline, time.Duration(grace)*time.Millisecond)
 	return o, nil
 }
 

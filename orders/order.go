@@ -37,20 +37,22 @@ type Item struct {
 
 // Order is one order as it is stored. All instants are UTC with milliseconds.
 type Order struct {
-	ID           int64      `json:"id,string"`
-	Channel      string     `json:"channel"`
-	UserID       string     `json:"user_id"`
-	Currency     string     `json:"currency"`
-	Amount       int64      `json:"amount,string"`
-	Status       Status     `json:"status"`
-	DeadlineAt   *time.Time `json:"deadline_at"` // nil: never cancelled by timeout
-	HoldUntil    *time.Time `json:"hold_until,omitempty"`
-	HoldReason   string     `json:"hold_reason,omitempty"`
-	CreatedAt    time.Time  `json:"created_at"`
-	PaidAt       *time.Time `json:"paid_at,omitempty"`
-	CancelledAt  *time.Time `json:"cancelled_at,omitempty"`
-	CancelReason string     `json:"cancel_reason,omitempty"`
-	Items        []Item     `json:"items"`
+	ID            int64      `json:"id,string"`
+	Channel       string     `json:"channel"`
+	PaymentMethod string     `json:"payment_method"`
+	UserID        string     `json:"user_id"`
+	Currency      string     `json:"currency"`
+	Amount        int64      `json:"amount,string"`
+	Status        Status     `json:"status"`
+	PayBy         *time.Time `json:"pay_by"`      // what the customer is told: the deadline less the grace of its policy; nil: no deadline
+	DeadlineAt    *time.Time `json:"deadline_at"` // nil: never cancelled by timeout
+	HoldUntil     *time.Time `json:"hold_until,omitempty"`
+	HoldReason    string     `json:"hold_reason,omitempty"`
+	CreatedAt     time.Time  `json:"created_at"`
+	PaidAt        *time.Time `json:"paid_at,omitempty"`
+	CancelledAt   *time.Time `json:"cancelled_at,omitempty"`
+	CancelReason  string     `json:"cancel_reason,omitempty"`
+	Items         []Item     `json:"items"`
 }
 
 // Lateness is how long after its deadline the order was cancelled; false where it was not cancelled or has no deadline.
@@ -61,26 +63,34 @@ func (o Order) Lateness() (time.Duration, bool) {
 	return o.CancelledAt.Sub(*o.DeadlineAt), true
 }
 
+// promise sets the deadline, and what the customer is told of it.
+func (o *Order) promise(deadline instant, grace time.Duration) {
+	o.DeadlineAt, o.PayBy = deadline.pointer(), nil
+	if deadline.valid {
+		o.PayBy = at(deadline.time.Add(-grace)).pointer()
+	}
+}
+
 // NewOrder is what a checkout places.
 type NewOrder struct {
 	// ID is the caller's own id, 1 to 2^63-1. Default: one of [NewID].
 	ID int64
-	// Channel, UserID: at most 64 characters each, no blanks at their ends. Default: empty.
-	Channel, UserID string
+	// Channel, PaymentMethod, UserID: at most 64 characters each, no blanks at their ends. The first two choose the [Policy]. Default: empty.
+	Channel, PaymentMethod, UserID string
 	// Currency is required, by convention the ISO 4217 code; compared byte by byte with that of a payment.
 	Currency string
-	// Amount in minor units, not negative. With 0 there is nothing to pay, so the order never becomes paid (a payment of it is a
-	// mismatch and refunded whole): give it NoDeadline, or it is cancelled at its deadline.
+	// Amount in minor units, not negative. With 0 there is nothing to pay: the order never becomes paid (a payment of it is a mismatch and
+	// refunded whole), so it has no deadline unless Timeout or DeadlineAt names one, whatever the policies say.
 	Amount int64
 	// Items may be empty. The same SKU on two lines is summed; the two lines must then have one price.
 	Items []Item
-	// Timeout is the time from the transaction's instant to the deadline. Default: the Store's timeout (30 minutes). Negative is
-	// an error.
+	// Timeout is the time from the transaction's instant to the deadline. Default: that of the [Policy] that fits, with its grace; without
+	// one, the Store's timeout (30 minutes). Negative is an error.
 	Timeout time.Duration
 	// DeadlineAt, where it is set, is the deadline itself, cut to milliseconds; one in the past is due at once. Setting it
 	// together with Timeout is an error.
 	DeadlineAt time.Time
-	// NoDeadline makes an order that is never cancelled by timeout (a bank transfer, cash on delivery).
+	// NoDeadline makes an order that is never cancelled by timeout.
 	NoDeadline bool
 	// Traceparent (W3C) travels with the timed message. Default: none.
 	Traceparent string

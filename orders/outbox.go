@@ -20,9 +20,6 @@ const (
 func (t *txn) addOutbox(ctx context.Context, id int64, deliverAt time.Time, traceparent string) error {
 	var trace any
 	if traceparent != "" {
-		if err := checkName("traceparent", traceparent, true); err != nil {
-			return err
-		}
 		trace = traceparent
 	}
 	_, err := t.exec(ctx, `INSERT INTO outbox (order_id, deliver_at, state, available_at, attempts, traceparent) VALUES (?, ?, 'pending', ?, 0, ?)`,
@@ -162,7 +159,7 @@ func (s *Store) MarkSent(ctx context.Context, token string, messages []Sent) (in
 			}
 		}
 		for _, m := range messages {
-			n, err := t.mark(ctx, token, m.IDs, "state = 'sent', message_id = ?, sent_at = ?, deliver_at = ?, available_at = ?, lease_token = NULL, last_error = NULL",
+			n, err := t.mark(ctx, timedMessages, token, m.IDs, "state = 'sent', message_id = ?, sent_at = ?, deliver_at = ?, available_at = ?, lease_token = NULL, last_error = NULL",
 				clip(m.MessageID, 64), at(t.now), at(m.Due), at(t.now.Add(s.cfg.OutboxRetention)))
 			if err != nil {
 				return err
@@ -176,16 +173,22 @@ func (s *Store) MarkSent(ctx context.Context, token string, messages []Sent) (in
 
 // MarkRetry gives rows back whose send failed: another attempt may be made after pause.
 func (s *Store) MarkRetry(ctx context.Context, token string, ids []int64, pause time.Duration, cause error) (int, error) {
-	return s.mark(ctx, "mark outbox rows for retry", token, ids, func(now time.Time) (string, []any) {
+	return s.mark(ctx, timedMessages, "mark outbox rows for retry", token, ids, toRetry(pause, cause))
+}
+
+func toRetry(pause time.Duration, cause error) func(now time.Time) (string, []any) {
+	return func(now time.Time) (string, []any) {
 		return "available_at = ?, lease_token = NULL, attempts = attempts + 1, last_error = ?", []any{at(now.Add(pause)), clip(cause.Error(), 1024)}
-	})
+	}
 }
 
 // Unclaim gives rows back that were not tried (a relay that stops): they are available at once and count no attempt.
 func (s *Store) Unclaim(ctx context.Context, token string, ids []int64) (int, error) {
-	return s.mark(ctx, "give back outbox rows", token, ids, func(now time.Time) (string, []any) {
-		return "available_at = ?, lease_token = NULL", []any{at(now)}
-	})
+	return s.mark(ctx, timedMessages, "give back outbox rows", token, ids, toOthers)
+}
+
+func toOthers(now time.Time) (string, []any) {
+	return "available_at = ?, lease_token = NULL", []any{at(now)}
 }
 
 // MarkParked sets rows aside whose message the broker refuses for good, with the reason, and parks their orders: the message will not
@@ -229,21 +232,29 @@ func (s *Store) MarkParked(ctx context.Context, token string, ids []int64, reaso
 	return total, err
 }
 
+// worklist is a table whose rows are claimed under a lease, worked on outside of any transaction, and marked under the lease's token.
+type worklist struct{ table, key string } // key: the column of the primary key
+
+var (
+	timedMessages  = worklist{"outbox", "order_id"}
+	outgoingEvents = worklist{"event_outbox", "id"}
+)
+
 // mark changes leased rows that still carry the token, and gives how many did.
-func (s *Store) mark(ctx context.Context, doing, token string, ids []int64, set func(now time.Time) (string, []any)) (int, error) {
+func (s *Store) mark(ctx context.Context, w worklist, doing, token string, ids []int64, set func(now time.Time) (string, []any)) (int, error) {
 	var total int
 	err := s.inTx(ctx, doing, func(ctx context.Context, t *txn) (err error) {
 		assign, values := set(t.now)
-		total, err = t.mark(ctx, token, ids, assign, values...)
+		total, err = t.mark(ctx, w, token, ids, assign, values...)
 		return err
 	})
 	return total, err
 }
 
-func (t *txn) mark(ctx context.Context, token string, ids []int64, assign string, values ...any) (total int, err error) {
+func (t *txn) mark(ctx context.Context, w worklist, token string, ids []int64, assign string, values ...any) (total int, err error) {
 	for part := range slices.Chunk(slices.Sorted(slices.Values(ids)), maxRows) {
 		args := append(append(slices.Clone(values), anys(part)...), token)
-		n, err := t.exec(ctx, "UPDATE outbox FORCE INDEX (PRIMARY) SET "+assign+" WHERE order_id IN ("+marks(len(part))+") AND lease_token = ?", args...)
+		n, err := t.exec(ctx, "UPDATE "+w.table+" FORCE INDEX (PRIMARY) SET "+assign+" WHERE "+w.key+" IN ("+marks(len(part))+") AND lease_token = ?", args...)
 		if err != nil {
 			return 0, fmt.Errorf("%d rows: %w", len(part), err)
 		}
@@ -320,10 +331,14 @@ type OutboxRow struct {
 
 // Outbox reads the outbox row of an order; false where there is none (no deadline, or purged).
 func (s *Store) Outbox(ctx context.Context, id int64) (OutboxRow, bool, error) {
+	return readOutbox(ctx, s.db, id)
+}
+
+func readOutbox(ctx context.Context, db executor, id int64) (OutboxRow, bool, error) {
 	row := OutboxRow{OrderID: id}
 	var deliver, available, sent instant
 	var message, lastError sql.NullString
-	err := s.db.QueryRowContext(ctx, `SELECT CAST(deliver_at AS CHAR), state, CAST(available_at AS CHAR), lease_token IS NOT NULL, attempts, message_id, CAST(sent_at AS CHAR), last_error
+	err := db.QueryRowContext(ctx, `SELECT CAST(deliver_at AS CHAR), state, CAST(available_at AS CHAR), lease_token IS NOT NULL, attempts, message_id, CAST(sent_at AS CHAR), last_error
 		FROM outbox WHERE order_id = ?`, id).Scan(&deliver, &row.State, &available, &row.Leased, &row.Attempts, &message, &sent, &lastError)
 	if errors.Is(err, sql.ErrNoRows) {
 		return OutboxRow{}, false, nil

@@ -167,6 +167,12 @@ func recordPayment(ctx context.Context, t *txn, p Payment) (PaymentResult, error
 	if err := t.addEvents(ctx, events); err != nil {
 		return PaymentResult{}, err
 	}
+	if result.Outcome == PaymentAccepted {
+		paid := orderPaid{Gateway: p.Gateway, TransactionID: p.TransactionID, Paid: FormatID(p.Amount)}
+		if err := t.addOutgoing(ctx, []outgoing{{orderID: p.OrderID, kind: OutgoingPaid, data: paid}}); err != nil {
+			return PaymentResult{}, err
+		}
+	}
 	if sums != nil {
 		err = sums()
 	}

@@ -42,15 +42,16 @@ func (s *Store) place(ctx context.Context, t *txn, n NewOrder) (Order, error) {
 	if err != nil {
 		return Order{}, err
 	}
-	deadline, err := s.checkNew(n, t.now)
+	deadline, grace, err := s.checkNew(n, t.now)
 	if err != nil {
 		return Order{}, err
 	}
 	o := Order{
-		ID: n.ID, Channel: n.Channel, UserID: n.UserID, Currency: n.Currency, Amount: n.Amount,
-		Status: Unpaid, DeadlineAt: deadline.pointer(), CreatedAt: t.now, Items: items,
+		ID: n.ID, Channel: n.Channel, PaymentMethod: n.PaymentMethod, UserID: n.UserID, Currency: n.Currency, Amount: n.Amount,
+		Status: Unpaid, CreatedAt: t.now, Items: items,
 	}
-	if err := t.insertOrder(ctx, &o, deadline); err != nil {
+	o.promise(deadline, grace)
+	if err := t.insertOrder(ctx, &o, deadline, grace); err != nil {
 		return Order{}, err
 	}
 	if len(items) > 0 {
@@ -79,18 +80,26 @@ func (s *Store) place(ctx context.Context, t *txn, n NewOrder) (Order, error) {
 	if err := t.addEvents(ctx, []Event{e}); err != nil {
 		return Order{}, err
 	}
+	if err := t.announcePlaced(ctx, o); err != nil {
+		return Order{}, err
+	}
 	return o, t.reserve(ctx, items)
 }
 
 // insertOrder writes the order row. An id of ours that is taken already is drawn again; the failed statement left nothing behind.
-func (t *txn) insertOrder(ctx context.Context, o *Order, deadline instant) error {
+func (t *txn) insertOrder(ctx context.Context, o *Order, deadline instant, grace time.Duration) error {
 	given := o.ID != 0
+	sequence := 0
+	if t.outgoing {
+		sequence = placedSequence
+	}
 	for {
 		if !given {
 			o.ID = NewID()
 		}
-		_, err := t.exec(ctx, `INSERT INTO orders (id, channel, user_id, currency, amount, status, deadline_at, created_at)
-			VALUES (?, ?, ?, ?, ?, ?, ?, ?)`, o.ID, o.Channel, o.UserID, o.Currency, o.Amount, string(Unpaid), deadline, at(t.now))
+		_, err := t.exec(ctx, `INSERT INTO orders (id, channel, payment_method, user_id, currency, amount, status, deadline_at, grace_ms, event_sequence, created_at)
+			VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+			o.ID, o.Channel, o.PaymentMethod, o.UserID, o.Currency, o.Amount, string(Unpaid), deadline, grace.Milliseconds(), sequence, at(t.now))
 		switch {
 		case err == nil:
 			return nil
@@ -102,50 +111,56 @@ func (t *txn) insertOrder(ctx context.Context, o *Order, deadline instant) error
 	}
 }
 
-// checkNew refuses what can never be placed and gives the deadline; an invalid instant means that there is none.
-func (s *Store) checkNew(n NewOrder, now time.Time) (instant, error) {
+// checkNew refuses what can never be placed and gives the deadline, and how much of the time before it is grace; an invalid instant means that
+// there is no deadline.
+func (s *Store) checkNew(n NewOrder, now time.Time) (deadline instant, grace time.Duration, err error) {
 	if n.ID < 0 {
-		return instant{}, invalid("order id %d is negative", n.ID)
+		return instant{}, 0, invalid("order id %d is negative", n.ID)
 	}
 	if n.Amount < 0 {
-		return instant{}, invalid("amount %d is negative", n.Amount)
+		return instant{}, 0, invalid("amount %d is negative", n.Amount)
 	}
 	for _, f := range []struct {
 		what, is string
 		required bool
-	}{{"channel", n.Channel, false}, {"user id", n.UserID, false}, {"currency", n.Currency, true}} {
+	}{{"channel", n.Channel, false}, {"payment method", n.PaymentMethod, false}, {"user id", n.UserID, false}, {"currency", n.Currency, true}, {"traceparent", n.Traceparent, false}} {
 		if err := checkName(f.what, f.is, f.required); err != nil {
-			return instant{}, err
+			return instant{}, 0, err
 		}
 	}
 	if len(n.Currency) > maxCurrency {
-		return instant{}, invalid("currency %q has more than %d characters", n.Currency, maxCurrency)
+		return instant{}, 0, invalid("currency %q has more than %d characters", n.Currency, maxCurrency)
 	}
 	switch {
 	case n.Timeout < 0:
-		return instant{}, invalid("timeout %s is negative", n.Timeout)
+		return instant{}, 0, invalid("timeout %s is negative", n.Timeout)
 	case n.NoDeadline && (n.Timeout != 0 || !n.DeadlineAt.IsZero()):
-		return instant{}, invalid("an order without deadline was given one (timeout %s, deadline %s)", n.Timeout, n.DeadlineAt)
+		return instant{}, 0, invalid("an order without deadline was given one (timeout %s, deadline %s)", n.Timeout, n.DeadlineAt)
 	case n.Timeout != 0 && !n.DeadlineAt.IsZero():
-		return instant{}, invalid("both a timeout (%s) and a deadline (%s) were given; give one", n.Timeout, n.DeadlineAt)
+		return instant{}, 0, invalid("both a timeout (%s) and a deadline (%s) were given; give one", n.Timeout, n.DeadlineAt)
 	case n.NoDeadline:
-		return instant{}, nil
+		return instant{}, 0, nil
 	}
-	timeout := n.Timeout
-	if timeout == 0 {
-		timeout = s.cfg.Timeout
-	}
-	deadline := now.Add(timeout)
-	if !n.DeadlineAt.IsZero() {
-		deadline = n.DeadlineAt.UTC()
-		if deadline.Year() < 1970 {
-			return instant{}, invalid("deadline %s lies before 1970", deadline)
+	end := now.Add(n.Timeout)
+	switch {
+	case !n.DeadlineAt.IsZero():
+		end = n.DeadlineAt.UTC()
+		if end.Year() < 1970 {
+			return instant{}, 0, invalid("deadline %s lies before 1970", end)
 		}
+	case n.Timeout == 0 && n.Amount == 0:
+		return instant{}, 0, nil // nothing will ever be paid for it, so it must not be cancelled as unpaid
+	case n.Timeout == 0:
+		p := s.cfg.policyOf(n.Channel, n.PaymentMethod)
+		if p.Never {
+			return instant{}, 0, nil
+		}
+		end, grace = now.Add(p.Timeout+p.Grace), p.Grace
 	}
-	if farthest := now.Add(s.cfg.MaxLifetime); deadline.After(farthest) {
-		return instant{}, invalid("deadline %s is later than %s after placing, the longest that is allowed (orders.max_lifetime)", deadline.Format(time.RFC3339Nano), s.cfg.MaxLifetime)
+	if farthest := now.Add(s.cfg.MaxLifetime); end.After(farthest) {
+		return instant{}, 0, invalid("deadline %s is later than %s after placing, the longest that is allowed (orders.max_lifetime)", end.Format(time.RFC3339Nano), s.cfg.MaxLifetime)
 	}
-	return at(deadline.Truncate(time.Millisecond)), nil
+	return at(end.Truncate(time.Millisecond)), grace, nil
 }
 
 // maxCurrency is the width of the column.

@@ -480,7 +480,7 @@ func TestOpenClaimBlocksNoCheckout(t *testing.T) {
 	<-locked
 	ctx, stop := context.WithTimeout(b.ctx, 4*time.Second)
 	defer stop()
-	later, err := b.store.Place(ctx, orders.NewOrder{Currency: "EUR"})
+	later, err := b.store.Place(ctx, orders.NewOrder{Currency: "EUR", Amount: 1})
 	if err != nil {
 		t.Errorf("an order was not placed while a claim was open: %v", err)
 	}

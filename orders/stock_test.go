@@ -271,10 +271,10 @@ func TestNewOrderIsUnpaidWhateverIsLeftOut(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := b.get(o.ID)
-	if got.Status != orders.Unpaid || got.Amount != 0 || got.Channel != "" || got.UserID != "" || len(got.Items) != 0 || got.Items == nil || got.DeadlineAt == nil {
+	if got.Status != orders.Unpaid || got.Amount != 0 || got.Channel != "" || got.UserID != "" || len(got.Items) != 0 || got.Items == nil || got.DeadlineAt != nil {
 		t.Errorf("%+v", got)
 	}
-	// Nothing was owed, so nothing can pay it: money for it goes back.
+	// Nothing was owed, so it is not cancelled as unpaid, and nothing can pay it: money for it goes back.
 	r, err := b.store.RecordPayment(b.ctx, notice(o.ID, "t", 5, "EUR"))
 	if want := (orders.PaymentResult{Outcome: orders.PaymentMismatch, Refund: 5, RefundReason: orders.RefundMismatch}); err != nil || r != want {
 		t.Errorf("%+v, %v", r, err)

@@ -1,6 +1,7 @@
 package orders
 
 import (
+	"cmp"
 	"context"
 	crand "crypto/rand"
 	"database/sql"
@@ -23,6 +24,8 @@ import (
 type Config struct {
 	// Timeout is the time from placing to the deadline, for orders that name none. Default 30 minutes.
 	Timeout time.Duration
+	// Policies give other timeouts, or none, to orders of some channels and payment methods; the first that fits holds. Default: none.
+	Policies []Policy
 	// MaxLifetime caps every deadline, also an extended one, at this long after the order was placed. Default 7 days.
 	MaxLifetime time.Duration
 	// EarlyWait is how long before its deadline an order is reported as not due with nothing written, so that whoever asked can ask
@@ -35,6 +38,8 @@ type Config struct {
 	// Events makes every change of an order's state also write a row of event_outbox, in the same transaction; a relay with events.topic
 	// sends them. It has to be set alike in every process that works on the orders. Default false: nothing is written.
 	Events bool
+	// Retention says how long other rows are kept that nothing needs any longer.
+	Retention Retention
 	// CloseOnCancel writes, with each cancel by hand, the task that closes the order's payment page at the gateway ([TaskClose]). Somebody has
 	// to work on the tasks: lapse refund does. Default: off.
 	CloseOnCancel bool
@@ -57,6 +62,9 @@ func (c Config) WithDefaults() Config {
 	def(&c.EarlyWait, 2*time.Second)
 	def(&c.OutboxRetention, 48*time.Hour)
 	def(&c.KeyRetention, 7*24*time.Hour)
+	def(&c.Retention.Events, 7*24*time.Hour)
+	def(&c.Retention.Parked, 90*24*time.Hour)
+	def(&c.Retention.Runs, 90*24*time.Hour)
 	def(&c.DialTimeout, 5*time.Second)
 	def(&c.IOTimeout, 30*time.Second)
 	if c.MaxOpenConns == 0 {
@@ -72,6 +80,7 @@ func (c Config) validate() error {
 	}{
 		{"Timeout", c.Timeout}, {"MaxLifetime", c.MaxLifetime}, {"EarlyWait", c.EarlyWait},
 		{"OutboxRetention", c.OutboxRetention}, {"KeyRetention", c.KeyRetention}, {"DialTimeout", c.DialTimeout}, {"IOTimeout", c.IOTimeout},
+		{"Retention.Orders", c.Retention.Orders}, {"Retention.Events", c.Retention.Events}, {"Retention.Parked", c.Retention.Parked}, {"Retention.Runs", c.Retention.Runs},
 	} {
 		if d.is < 0 {
 			return invalid("orders.Config.%s is %s; it must be positive", d.name, d.is)
@@ -82,6 +91,14 @@ func (c Config) validate() error {
 	}
 	if c.Timeout > c.MaxLifetime {
 		return invalid("orders.Config.Timeout is %s, longer than MaxLifetime %s", c.Timeout, c.MaxLifetime)
+	}
+	if err := checkPolicies(c.Policies); err != nil {
+		return fmt.Errorf("orders.Config.Policies: %w", err)
+	}
+	for _, p := range c.Policies {
+		if all := cmp.Or(p.Timeout, c.Timeout) + p.Grace; !p.Never && all > c.MaxLifetime {
+			return invalid("orders.Config.Policies: policy %q has its deadline %s after placing, later than MaxLifetime %s", p, all, c.MaxLifetime)
+		}
 	}
 	return nil
 }
@@ -95,6 +112,10 @@ type Store struct {
 	gone   atomic.Int64
 	parked atomic.Int64
 }
+
+// ConnLifetime is how long a store from [Open] keeps a connection: below the idle limits of common proxies and of wait_timeout, and a
+// moved name is followed within minutes.
+const ConnLifetime = 5 * time.Minute
 
 // Open makes a store with a pool of its own. It checks the DSN (the form of github.com/go-sql-driver/mysql) and dials nothing: the
 // database may come up later; [Store.Ready] tells. Every connection is set to READ COMMITTED, UTC and strict mode, whatever the DSN
@@ -132,8 +153,7 @@ func Open(dsn string, cfg Config) (*Store, error) {
 	db := sql.OpenDB(&connector{Connector: base, keepLockWait: waitGiven})
 	db.SetMaxOpenConns(cfg.MaxOpenConns)
 	db.SetMaxIdleConns(cfg.MaxOpenConns)
-	// Below the idle limits of common proxies and of wait_timeout, and a moved name is followed within minutes.
-	db.SetConnMaxLifetime(5 * time.Minute)
+	db.SetConnMaxLifetime(ConnLifetime)
 	return &Store{db: db, cfg: cfg, owned: true}, nil
 }
 

@@ -271,7 +271,7 @@ func (b *bundle) shopTable() {
 	b.db.Exec(b.t, "CREATE TABLE shop_rows (n INT PRIMARY KEY)")
 }
 
-var lapseTables = []string{"orders", "order_items", "stock_ledger", "payments", "refunds", "outbox", "order_events", "parked"}
+var lapseTables = []string{"orders", "order_items", "stock_ledger", "payments", "refunds", "outbox", "event_outbox", "order_events", "parked"}
 
 // counts gives the number of rows of every table of ours.
 func (b *bundle) counts() string {
