@@ -126,6 +126,28 @@ func atOrFirst(t time.Time) instant {
 	return at(t)
 }
 
+// Unlocked gives those of some orders whose rows exist and are locked by nobody at this moment. It waits for no lock and keeps none.
+func (s *Store) Unlocked(ctx context.Context, ids []int64) ([]int64, error) {
+	var free []int64
+	err := s.inTx(ctx, fmt.Sprintf("look which of %d orders are locked", len(ids)), func(ctx context.Context, t *txn) error {
+		free = nil
+		for part := range slices.Chunk(ids, maxRows) {
+			err := t.each(ctx, "SELECT id FROM orders FORCE INDEX (PRIMARY) WHERE id IN ("+marks(len(part))+") ORDER BY id FOR UPDATE SKIP LOCKED", anys(part),
+				func(rows *sql.Rows) error {
+					var id int64
+					err := rows.Scan(&id)
+					free = append(free, id)
+					return err
+				})
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return free, err
+}
+
 // Missed says why the message path did not cancel an order that reconcile had to cancel.
 type Missed string
 

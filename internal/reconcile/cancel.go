@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime/debug"
+	"slices"
 	"time"
 
 	"github.com/lapse-orders/lapse/orders"
@@ -20,23 +21,24 @@ const (
 	maxParkedInRow = 100
 	// maxAside bounds the orders in memory whose rows were locked; 16 bytes each.
 	maxAside = 10_000
-	// aloneShare is the part of CancelTimeout that orders get which were found locked: an eighth of 10 s is some seventy times what such a
+	// asideShare is the part of CancelTimeout that orders get which were found locked: an eighth of 10 s is some seventy times what such a
 	// transaction takes, and all those that stay locked wait for it one after the other.
-	aloneShare = 8
+	asideShare = 8
+	// asideTime is how long at least orders are tried that were found locked, at the end of a run. A session of ours that was cut off keeps its
+	// locks until its own wait for one is over, 5 s.
+	asideTime = 8 * time.Second
+	// asidePause lies between two tries.
+	asidePause = 200 * time.Millisecond
 	// Pauses while the primary is away, doubling, of which a random half. They end with the lease.
 	backoffMin = 100 * time.Millisecond
 	backoffMax = 5 * time.Second
 )
 
 // cancel has a batch cancelled on the primary. What fails is halved until the failing orders stand alone, and these are parked. What is locked is
-// put aside for the end of the run; or, if it is the end, halved as well and parked.
-func (u *run) cancel(ctx context.Context, batch []orders.Overdue, last bool) {
-	timeout := u.cfg.CancelTimeout
-	if last {
-		timeout /= aloneShare
-	}
+// put aside for the end of the run, whole: each half would wait as long as the whole before it.
+func (u *run) cancel(ctx context.Context, batch []orders.Overdue, timeout time.Duration) {
 	failures, waits := 0, 0
-	for parts := [][]orders.Overdue{batch}; len(parts) > 0; {
+	for parts := [][]orders.Overdue{batch}; len(parts) > 0 && u.failed() == nil; {
 		part := parts[len(parts)-1]
 		outcomes, err := u.askFor(ctx, part, timeout)
 		if err == nil {
@@ -57,19 +59,20 @@ func (u *run) cancel(ctx context.Context, batch []orders.Overdue, last bool) {
 			if !sleep(ctx, backoff(waits)) {
 				return
 			}
-		case locked && !last:
+		case locked:
 			parts = parts[:len(parts)-1]
 			u.putAside(part)
 		case len(part) > 1:
 			parts = append(parts[:len(parts)-1], part[len(part)/2:], part[:len(part)/2])
-		case !locked && failures+1 < maxFailures:
+		case failures+1 < maxFailures:
 			failures++
 			if !sleep(ctx, backoff(failures)) {
 				return
 			}
 		default:
 			parts, failures = parts[:len(parts)-1], 0
-			u.park(ctx, part[0], err, locked)
+			u.park(ctx, part[0], fmt.Sprintf("cancelling it failed %d times: %v", maxFailures, err))
+			u.parkedOne(part[0], err)
 		}
 	}
 }
@@ -122,7 +125,7 @@ func (u *run) settle(part []orders.Overdue, outcomes []orders.Outcome) {
 		u.metrics.outcomes.WithLabelValues(string(o.Result)).Inc()
 		switch o.Result {
 		case orders.ResultCancelled:
-			u.failed = 0
+			u.inRow = 0
 			u.counts.Cancelled++
 			u.metrics.cancelled.Inc()
 			switch o.Missed {
@@ -162,28 +165,72 @@ func (u *run) putAside(part []orders.Overdue) {
 	u.log.Warn("orders are locked; they are tried again at the end of the run", "run", u.place.id, "orders", len(part), "first", part[0].ID)
 }
 
-// tryAside asks for the orders that were locked once more.
+// tryAside asks for the orders that were locked again and again, in ever smaller batches, and parks those that stay locked.
 func (u *run) tryAside(ctx context.Context) error {
-	u.mu.Lock()
-	left := u.aside
-	u.mu.Unlock()
-	for begin := 0; begin < len(left); begin += u.cfg.Batch {
-		if ctx.Err() != nil {
+	begun := time.Now()
+	for size := u.cfg.Batch; ; size = max(size/2, 1) {
+		u.mu.Lock()
+		left := u.aside
+		u.aside = nil
+		u.mu.Unlock()
+		if len(left) == 0 {
+			return nil
+		}
+		if time.Since(begun) > max(asideTime, u.cfg.CancelTimeout) {
+			for _, o := range left {
+				u.park(u.work, o, "its rows, or those of its stock, are locked by somebody: look for a transaction that was left open on the primary")
+				u.count(func(c *Counts) { c.Scanned++; c.Parked++ })
+			}
+			return nil
+		}
+		for batch := range slices.Chunk(left, size) {
+			if ctx.Err() != nil {
+				return cause(ctx, ctx.Err())
+			}
+			free, err := u.free(batch)
+			if err != nil {
+				return err
+			}
+			if len(free) > 0 {
+				u.cancel(u.work, free, u.cfg.CancelTimeout/asideShare)
+			}
+			u.show(false)
+		}
+		if !sleep(ctx, asidePause) {
 			return cause(ctx, ctx.Err())
 		}
-		u.cancel(u.work, left[begin:min(begin+u.cfg.Batch, len(left))], true)
-		u.show(false)
 	}
-	return nil
+}
+
+// free gives those of a batch whose rows nobody has locked at this moment, and puts the others aside again.
+func (u *run) free(batch []orders.Overdue) ([]orders.Overdue, error) {
+	ids := make([]int64, len(batch))
+	for i, o := range batch {
+		ids[i] = o.ID
+	}
+	ctx, cancel := context.WithTimeout(u.work, u.cfg.CancelTimeout)
+	defer cancel()
+	unlocked, err := u.primary.Unlocked(ctx, ids)
+	if err != nil {
+		return nil, err
+	}
+	var free, locked []orders.Overdue
+	for _, o := range batch {
+		if slices.Contains(unlocked, o.ID) {
+			free = append(free, o)
+		} else {
+			locked = append(locked, o)
+		}
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.aside = append(u.aside, locked...)
+	return free, nil
 }
 
 // park sets an order aside that cannot be cancelled, so that the run goes on. The next run tries it again.
-func (u *run) park(ctx context.Context, o orders.Overdue, failure error, locked bool) {
-	reason := fmt.Sprintf("reconcile run %d: cancelling it failed %d times: %v", u.place.id, maxFailures, failure)
-	if locked {
-		reason = fmt.Sprintf("reconcile run %d: its rows, or its stock's, are locked by somebody: %v", u.place.id, failure)
-	}
-	id := orders.FormatID(o.ID)
+func (u *run) park(ctx context.Context, o orders.Overdue, why string) {
+	id, reason := orders.FormatID(o.ID), fmt.Sprintf("reconcile run %d: %s", u.place.id, why)
 	for n := 1; ; n++ {
 		within, cancel := context.WithTimeout(ctx, u.cfg.CancelTimeout)
 		err := u.primary.Park(within, orders.Parked{What: orders.ParkedOrder, Ref: id, Reason: reason})
@@ -198,13 +245,24 @@ func (u *run) park(ctx context.Context, o orders.Overdue, failure error, locked 
 	}
 	u.log.Error("parked", "what", orders.ParkedOrder, "ref", id, "reason", reason)
 	u.metrics.parked.Inc()
+}
+
+// parkedOne counts an order that was parked for a failure of its own, and ends the run when it is one of too many.
+func (u *run) parkedOne(o orders.Overdue, failure error) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.counts.Scanned++
 	u.counts.Parked++
-	if u.failed++; u.failed == maxParkedInRow && u.failure == nil {
-		u.failure = fmt.Errorf("%d orders in a row could not be cancelled, which is hardly theirs; the last, %s: %w", maxParkedInRow, id, failure)
+	if u.inRow++; u.inRow == maxParkedInRow && u.failure == nil {
+		u.failure = fmt.Errorf("%d orders in a row could not be cancelled, which is hardly theirs; the last, %d: %w", maxParkedInRow, o.ID, failure)
 	}
+}
+
+// failed is why the run has to end, or nil.
+func (u *run) failed() error {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.failure
 }
 
 // backoff is the pause after the n-th failure in a row.

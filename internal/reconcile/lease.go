@@ -286,10 +286,10 @@ func isDuplicate(err error) bool {
 	return errors.As(err, &my) && my.Number == 1062
 }
 
-// isUnknownTable tells that the server has no such table, or no such database.
-func isUnknownTable(err error) bool {
+// isBehind tells that the server has no such database, table or column: it has not seen the migrations yet, or is another one.
+func isBehind(err error) bool {
 	var my *mysql.MySQLError
-	return errors.As(err, &my) && (my.Number == 1146 || my.Number == 1049)
+	return errors.As(err, &my) && (my.Number == 1049 || my.Number == 1146 || my.Number == 1054)
 }
 
 // clip cuts a text to a number of bytes, and leaves out what is no UTF-8.

@@ -167,7 +167,7 @@ type run struct {
 	counts   Counts           // guarded by mu, as the following
 	beatAt   time.Time        // the newest that was written on the primary
 	aside    []orders.Overdue // their rows were locked
-	failed   int              // orders parked in a row, with none cancelled between
+	inRow    int              // orders parked in a row, with none cancelled between
 	failure  error            // why the run has to end
 	lastShow time.Time
 }
@@ -236,11 +236,9 @@ func (u *run) all(ctx context.Context) error {
 	if err == nil {
 		err = u.tryAside(ctx)
 	}
-	u.mu.Lock()
 	if err == nil {
-		err = u.failure
+		err = u.failed()
 	}
-	u.mu.Unlock()
 	if err == nil && u.options.Audit {
 		u.audit, err = u.checkAll(ctx)
 	}
@@ -331,10 +329,7 @@ func (u *run) dispatch(ctx context.Context, batch []orders.Overdue) error {
 	case <-ctx.Done():
 		return cause(ctx, ctx.Err())
 	}
-	u.mu.Lock()
-	failure := u.failure
-	u.mu.Unlock()
-	if failure != nil {
+	if failure := u.failed(); failure != nil {
 		<-u.inFlight
 		return failure
 	}
@@ -343,7 +338,7 @@ func (u *run) dispatch(ctx context.Context, batch []orders.Overdue) error {
 		if u.options.DryRun {
 			u.count(func(c *Counts) { c.Scanned += int64(len(batch)) })
 		} else {
-			u.cancel(u.work, batch, false)
+			u.cancel(u.work, batch, u.cfg.CancelTimeout)
 		}
 		u.show(false)
 	})

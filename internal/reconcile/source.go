@@ -95,7 +95,7 @@ func (u *run) openReplica(ctx context.Context) (_ *source, err error) {
 	defer p.close()
 	begun := time.Now()
 	s, err := pin(ctx, u.replica, u.cfg.ReadTimeout)
-	for isUnknownTable(err) && time.Since(begun) < u.cfg.MaxLag && sleep(ctx, markerPauseMax) {
+	for isBehind(err) && time.Since(begun) < u.cfg.MaxLag && sleep(ctx, markerPauseMax) {
 		s, err = pin(ctx, u.replica, u.cfg.ReadTimeout) // a database that was just made comes over like everything else
 	}
 	if err != nil {
@@ -151,7 +151,7 @@ func (u *run) seen(ctx context.Context, s *source) (time.Time, error) {
 	var at stamp
 	err := s.ask(ctx, u.cfg.ReadTimeout, func(ctx context.Context) error {
 		err := s.conn.QueryRowContext(ctx, "SELECT CAST(beat_at AS CHAR) FROM reconcile_runs WHERE id = ? AND lease_token = ?", u.place.id, u.place.token).Scan(&at)
-		if errors.Is(err, sql.ErrNoRows) || isUnknownTable(err) {
+		if errors.Is(err, sql.ErrNoRows) || isBehind(err) {
 			return nil
 		}
 		if err != nil {
@@ -166,7 +166,7 @@ func (u *run) seen(ctx context.Context, s *source) (time.Time, error) {
 func (u *run) behind(ctx context.Context, s *source) error {
 	var newest sql.NullInt64
 	var begun stamp
-	known := "it has no table reconcile_runs"
+	known := "it has no table reconcile_runs as this build needs it"
 	err := s.ask(ctx, u.cfg.ReadTimeout, func(ctx context.Context) error {
 		return s.conn.QueryRowContext(ctx, "SELECT id, CAST(started_at AS CHAR) FROM reconcile_runs ORDER BY id DESC LIMIT 1").Scan(&newest, &begun)
 	})
@@ -175,7 +175,7 @@ func (u *run) behind(ctx context.Context, s *source) error {
 		known = fmt.Sprintf("the newest run that it knows is %d of %s", newest.Int64, begun.Format(time.RFC3339))
 	case errors.Is(err, sql.ErrNoRows):
 		known = "it knows no run at all"
-	case !isUnknownTable(err):
+	case !isBehind(err):
 		return err
 	}
 	return fmt.Errorf("%w: it does not show what run %d wrote on the primary, though it was given %s; it lags by more, its replication has stopped, or it is no replica of this primary "+
