@@ -31,13 +31,21 @@ import (
 
 // BenchConfig has the settings of a bench. Everything is required but where it says otherwise.
 type BenchConfig struct {
-	Orders   int           // of one measurement
+	Orders   int           // of one measurement; of Reconciling: in the table
 	Repeat   int           // repetitions, at least 1
-	Rate     float64       // orders a second, of Steady
-	Duration time.Duration // of one repetition of Steady
+	Rate     float64       // orders a second, of Steady; of Reconciling: for the run that is limited
+	Duration time.Duration // of one repetition of Steady; of Reconciling: of payments alone, before and after each run
 
 	// Numbers of workers of the other two ways of Burst; of several the best is found by a trial.
 	OneByOneWorkers, LimitWorkers []int
+
+	// Of Reconciling.
+	Overdue         int       // orders of one run of reconcile, 100 to 1,000,000
+	Payments        float64   // a second, all the time
+	DSNReconcile    string    // an account on the primary
+	DSNReplica      string    // an account on a replica of it
+	DSNReplicaAdmin string    // one that may stop and start the replication
+	Reconcile       []Setting // the product's, to be printed
 
 	BatchOrders int           // the product's consumer.batch_orders
 	Tick        time.Duration // the product's relay.tick
@@ -53,6 +61,8 @@ type BenchConfig struct {
 
 	Out    io.Writer // gets the progress
 	Getenv func(string) string
+
+	noBroker bool // the bench needs none
 }
 
 func (c BenchConfig) validate() error {
@@ -67,7 +77,7 @@ func (c BenchConfig) validate() error {
 		return fmt.Errorf("%w: duration is %s; allowed are 1s to 24h", ErrUsage, c.Duration)
 	case slices.ContainsFunc(slices.Concat(c.OneByOneWorkers, c.LimitWorkers), func(n int) bool { return n < 1 || n > connections-8 }):
 		return fmt.Errorf("%w: %v and %v workers; allowed are 1 to %d", ErrUsage, c.OneByOneWorkers, c.LimitWorkers, connections-8)
-	case c.BrokerAdmin == "":
+	case c.BrokerAdmin == "" && !c.noBroker:
 		return fmt.Errorf("%w: a bench makes a topic and groups of its own, and needs the broker's remoting address for it: --broker-admin HOST:PORT, or LAPSE_TEST_BROKER_ADMIN ('scripts/stack env' sets it)", ErrUsage)
 	}
 	return nil
@@ -116,9 +126,11 @@ func runBench(ctx context.Context, name string, cfg BenchConfig, do func(context
 	if b.dir, err = os.MkdirTemp("", "lapse-bench-"); err != nil {
 		return BenchReport{}, fmt.Errorf("make a folder for the logs: %w", err)
 	}
-	defer func() { err = errors.Join(err, b.removeTopic(ctx)) }()
-	if err := b.createTopic(ctx); err != nil {
-		return BenchReport{}, errors.Join(err, os.RemoveAll(b.dir))
+	if !cfg.noBroker {
+		defer func() { err = errors.Join(err, b.removeTopic(ctx)) }()
+		if err := b.createTopic(ctx); err != nil {
+			return BenchReport{}, errors.Join(err, os.RemoveAll(b.dir))
+		}
 	}
 	err = do(ctx, b, &r)
 	r.Took = seconds(time.Since(b.started))
@@ -157,6 +169,10 @@ func (b *bench) settings(ctx context.Context) ([]Setting, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the settings of MySQL: %w", err)
 	}
+	all = append(all, Setting{"connections of each process", strconv.Itoa(connections)})
+	if b.cfg.noBroker {
+		return append(all, b.cfg.Reconcile...), b.checkReplica(ctx)
+	}
 	broker, err := b.admin.BrokerConfig(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("the broker's remoting address is %w: %w; bring the servers up: scripts/stack up", ErrMissing, err)
@@ -164,8 +180,7 @@ func (b *bench) settings(ctx context.Context) ([]Setting, error) {
 	for _, key := range []string{"timerPrecisionMs", "flushDiskType", "brokerRole", "timerWheelEnable"} {
 		all = append(all, Setting{"broker " + key, broker[key]})
 	}
-	return append(all, Setting{"lapse consumer.batch_orders", strconv.Itoa(b.cfg.BatchOrders)}, Setting{"lapse relay.tick", b.cfg.Tick.String()},
-		Setting{"connections of each process", strconv.Itoa(connections)}), nil
+	return append(all, Setting{"lapse consumer.batch_orders", strconv.Itoa(b.cfg.BatchOrders)}, Setting{"lapse relay.tick", b.cfg.Tick.String()}), nil
 }
 
 // servers finds the servers' processes, where they run on this machine.
@@ -183,7 +198,13 @@ func (b *bench) servers() map[string]int {
 	if dsn, err := mysql.ParseDSN(b.cfg.DSN); err == nil {
 		find("mysql", dsn.Addr)
 	}
-	find("broker", b.cfg.BrokerAdmin)
+	if b.cfg.noBroker {
+		if dsn, err := mysql.ParseDSN(b.cfg.DSNReplica); err == nil {
+			find("replica", dsn.Addr)
+		}
+	} else {
+		find("broker", b.cfg.BrokerAdmin)
+	}
 	return pids
 }
 
@@ -269,7 +290,11 @@ func (b *bench) stage(ctx context.Context, do func(context.Context, *stage) erro
 	env := slices.DeleteFunc(slices.Clone(b.cfg.Env), func(v string) bool {
 		return strings.HasPrefix(v, "LAPSE_MYSQL_DSN") || strings.HasPrefix(v, "LAPSE_ROCKETMQ_TOPIC=") || strings.HasPrefix(v, "LAPSE_ROCKETMQ_GROUP=")
 	})
-	env = append(env, "LAPSE_MYSQL_DSN="+s.dsn(b.cfg.DSN), "LAPSE_MYSQL_DSN_RELAY="+s.dsn(b.cfg.DSNRelay), "LAPSE_MYSQL_DSN_CONSUME="+s.dsn(b.cfg.DSNConsume))
+	env = append(env, "LAPSE_MYSQL_DSN="+s.dsn(b.cfg.DSN), "LAPSE_MYSQL_DSN_RELAY="+s.dsn(b.cfg.DSNRelay), "LAPSE_MYSQL_DSN_CONSUME="+s.dsn(b.cfg.DSNConsume),
+		"LAPSE_MYSQL_DSN_RECONCILE="+s.dsn(b.cfg.DSNReconcile))
+	if b.cfg.DSNReplica != "" {
+		env = append(env, "LAPSE_MYSQL_DSN_REPLICA="+s.dsn(b.cfg.DSNReplica))
+	}
 	s.crew = newCrew(b.cfg.Binary, env, b.dir, s.died)
 	defer func() {
 		if ended := s.crew.end(endWithin); err == nil {

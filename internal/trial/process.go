@@ -75,30 +75,50 @@ func (c *crew) start(name string, args ...string) (*process, error) {
 	return p, c.launch(p, nil, append(args, "--set", "http.addr="+addr)...)
 }
 
-// run runs the binary with arguments to its end, and gives what it wrote to stdout and its exit code. The end is nothing unasked, whatever the
-// code is. The error says that it could not be started, or that ctx or the crew ended before it.
-func (c *crew) run(ctx context.Context, name string, args ...string) (stdout []byte, code int, err error) {
+// ran is a process that has run to its end.
+type ran struct {
+	stdout    []byte
+	code      int    // its exit code
+	lastWords string // of its log
+	used      usage  // as it was seen last, at most lookAtUsage before its end; zero where it cannot be seen
+}
+
+const lookAtUsage = 50 * time.Millisecond
+
+// run runs the binary with arguments to its end. That is nothing unasked, whatever the exit code is. The error says that it could not be
+// started, or that ctx or the crew ended before it.
+func (c *crew) run(ctx context.Context, name string, args ...string) (r ran, err error) {
 	var out bytes.Buffer
 	p := &process{name: name, asked: true}
 	if err := c.launch(p, &out, args...); err != nil {
-		return nil, 0, err
+		return ran{}, err
 	}
-	select {
-	case <-p.exited:
-	case <-ctx.Done():
-		_ = p.cmd.Process.Kill() // gone already, if it fails
-		<-p.exited
-		return nil, 0, fmt.Errorf("%s was ended: %w; its last words:\n%s", name, ctx.Err(), p.lastWords())
+	look := time.NewTicker(lookAtUsage)
+	defer look.Stop()
+	for over := false; !over; {
+		select {
+		case <-look.C:
+			if used, seen := usageOf(p.cmd.Process.Pid); seen {
+				r.used = used
+			}
+		case <-p.exited:
+			over = true
+		case <-ctx.Done():
+			_ = p.cmd.Process.Kill() // gone already, if it fails
+			<-p.exited
+			return ran{}, fmt.Errorf("%s was ended: %w; its last words:\n%s", name, ctx.Err(), p.lastWords())
+		}
 	}
+	r.stdout, r.lastWords = out.Bytes(), p.lastWords()
 	var exit *exec.ExitError
 	switch {
 	case p.err == nil:
 	case errors.As(p.err, &exit) && exit.Exited():
-		code = exit.ExitCode()
+		r.code = exit.ExitCode()
 	default:
-		return nil, 0, fmt.Errorf("%s ended with %w; its last words:\n%s", name, p.err, p.lastWords())
+		return ran{}, fmt.Errorf("%s ended with %w; its last words:\n%s", name, p.err, r.lastWords)
 	}
-	return out.Bytes(), code, nil
+	return r, nil
 }
 
 // launch starts a process. Its output goes to its log, but for stdout where that is not nil.

@@ -76,17 +76,17 @@ func (d *demo) reconcile(ctx context.Context, crew *crew, ahead time.Duration) (
 	args := append(d.args("reconcile", "--once", "--json", "--from", from.UTC().Format(time.RFC3339Nano), "--until", until.UTC().Format(time.RFC3339Nano)),
 		"--set", "reconcile.grace="+reconcileGrace.String())
 	for told.RunID == 0 {
-		out, code, err := crew.run(within, "reconcile", args...)
+		ran, err := crew.run(within, "reconcile", args...)
 		switch {
 		case err != nil:
 			return nil, nil, err
-		case code == exitMissing:
-			return nil, nil, fmt.Errorf("the replica is %w, or cannot be relied on; bring it up: %s", ErrMissing, withReplica)
-		case code != 0:
-			return nil, nil, fmt.Errorf("reconcile ended with exit status %d", code)
+		case ran.code == exitMissing:
+			return nil, nil, fmt.Errorf("the replica is %w, or cannot be relied on; bring it up: %s; the last words of reconcile:\n%s", ErrMissing, withReplica, ran.lastWords)
+		case ran.code != 0:
+			return nil, nil, fmt.Errorf("reconcile ended with exit status %d; its last words:\n%s", ran.code, ran.lastWords)
 		}
-		if err := json.Unmarshal(out, &told); err != nil {
-			return nil, nil, fmt.Errorf("read what reconcile reports: %w: %.200q", err, out)
+		if err := json.Unmarshal(ran.stdout, &told); err != nil {
+			return nil, nil, fmt.Errorf("read what reconcile reports: %w: %.200q", err, ran.stdout)
 		}
 		// Without a run of its own another one was at work, which may have looked at the orders too early.
 		if told.RunID == 0 && !waitUntil(within, time.Now().Add(time.Second)) {

@@ -98,9 +98,9 @@ func TestOrdersThatReconcileCancelledDoNotCountAsLateMessages(t *testing.T) {
 func TestAProcessThatRunsToItsEndGivesItsOutputAndItsCode(t *testing.T) {
 	t.Parallel()
 	c, died := newTestCrew(t, "dies")
-	out, code, err := c.run(t.Context(), "reconcile")
-	if err != nil || code != 7 || string(out) != "first line\nthe last thing it said\n" {
-		t.Errorf("%q, code %d, %v", out, code, err)
+	ended, err := c.run(t.Context(), "reconcile")
+	if err != nil || ended.code != 7 || string(ended.stdout) != "first line\nthe last thing it said\n" {
+		t.Errorf("%q, code %d, %v", ended.stdout, ended.code, err)
 	}
 	if len(died) != 0 {
 		t.Errorf("its end counts as unasked: %v", <-died)
@@ -108,7 +108,7 @@ func TestAProcessThatRunsToItsEndGivesItsOutputAndItsCode(t *testing.T) {
 	c, _ = newTestCrew(t, "deaf")
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, _, err := c.run(ctx, "reconcile", "http.addr=127.0.0.1:0"); !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := c.run(ctx, "reconcile", "http.addr=127.0.0.1:0"); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("cut off: %v", err)
 	}
 	if err := c.end(0); err != nil {
