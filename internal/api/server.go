@@ -38,6 +38,7 @@ type Store interface {
 	PlaceOnce(ctx context.Context, key string, request [32]byte, n orders.NewOrder) (placed orders.Order, repeated bool, err error)
 	Get(ctx context.Context, id int64) (orders.Order, error)
 	Events(ctx context.Context, id int64) ([]orders.Event, error)
+	ReadStory(ctx context.Context, id int64) (orders.Story, error)
 	RecordPayment(ctx context.Context, p orders.Payment) (orders.PaymentResult, error)
 	ExtendDeadline(ctx context.Context, id int64, until time.Time, actor string) (orders.Extension, error)
 	Cancel(ctx context.Context, id int64, actor, reason string) (orders.Outcome, error)
@@ -234,6 +235,7 @@ func (s *Server) endpoints() []endpoint {
 		{http.MethodPost, "/v1/orders", ScopePlace, s.place},
 		{http.MethodGet, "/v1/orders/{id}", ScopeRead, s.get},
 		{http.MethodGet, "/v1/orders/{id}/events", ScopeRead, s.events},
+		{http.MethodGet, "/v1/orders/{id}/why", ScopeRead, s.why},
 		{http.MethodPost, "/v1/orders/{id}/payments", ScopePay, s.pay},
 		{http.MethodPost, "/v1/orders/{id}/extend", ScopePlace, s.extend},
 		{http.MethodPost, "/v1/orders/{id}/cancel", ScopePlace, s.cancel},

@@ -11,6 +11,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/lapse-orders/lapse/internal/ops/why"
 	"github.com/lapse-orders/lapse/orders"
 )
 
@@ -158,6 +159,18 @@ func (s *Server) events(c *call) (any, *problem) {
 	answer := eventsAnswer{OrderID: orderID(c.id), Events: make([]eventAnswer, len(events))}
 	for i, e := range events {
 		answer.Events[i] = eventAnswer{At: instant{e.At}, Kind: e.Kind, Actor: e.Actor, Detail: e.Detail}
+	}
+	return answer, nil
+}
+
+func (s *Server) why(c *call) (any, *problem) {
+	story, err := s.store.ReadStory(c.r.Context(), c.id)
+	if err != nil {
+		return nil, problemOf(err)
+	}
+	answer := why.Tell(story)
+	if story.Order == nil {
+		return nil, kindUnknownOrder.problem("%s", answer.Answer)
 	}
 	return answer, nil
 }

@@ -115,6 +115,47 @@ func TestACancelByHandReleasesOnceAndSaysWhatWasFinalBefore(t *testing.T) {
 	}
 }
 
+func TestWhyAnswersInASentenceAndInTime(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	o := b.place(t, `{"channel":"web","user_id":"u-1","currency":"EUR","amount":"5","timeout_seconds":600}`)
+	b.db.Exec(t, "UPDATE outbox SET state = 'sent', message_id = '01AB', sent_at = UTC_TIMESTAMP(3), deliver_at = deliver_at + INTERVAL 50000 MICROSECOND")
+	ask := func() (w struct {
+		Cause, Answer, Next string
+		At                  time.Time
+		Order               struct{ Status, Amount string }
+		Entries             []struct{ Kind, Actor, Text string }
+	}) {
+		t.Helper()
+		b.token = readToken
+		defer func() { b.token = allToken }()
+		a := b.get(t, pathOf(o)+"/why")
+		if a.status != http.StatusOK {
+			t.Fatalf("%d %s", a.status, a.body)
+		}
+		a.decode(t, &w)
+		return w
+	}
+	if w := ask(); w.Cause != "waiting" || !strings.HasPrefix(w.Answer, "Not cancelled yet: the timed message is due in ") || w.Order.Status != "unpaid" || w.Order.Amount != "5" || len(w.Entries) != 4 {
+		t.Errorf("%+v", w)
+	}
+	b.post(t, o, "payments", `{"gateway":"bank","transaction_id":"T<1>","currency":"EUR","amount":"5"}`)
+	if w := ask(); w.Cause != "paid_in_time" || !strings.HasSuffix(w.Answer, "before the deadline (transaction T<1> of bank).") || w.Entries[len(w.Entries)-3].Actor != "gateway:bank" {
+		t.Errorf("%+v", w)
+	}
+	b.token = payToken
+	if a := b.get(t, pathOf(o)+"/why"); a.kind(t) != "forbidden" {
+		t.Errorf("without the scope: %d %s", a.status, a.body)
+	}
+	b.token = allToken
+	if err := b.store.Park(t.Context(), orders.Parked{What: orders.ParkedOrder, Ref: "77", Reason: "it was never here"}); err != nil {
+		t.Fatal(err)
+	}
+	if a := b.get(t, "/v1/orders/77/why"); a.kind(t) != "unknown-order" || !strings.Contains(a.problem(t).Detail, "it was never here") {
+		t.Errorf("an id that was parked without an order: %d %s", a.status, a.body)
+	}
+}
+
 // Every endpoint with every sort of input that it must refuse.
 func TestEveryEndpointRefusesWhatIsWrong(t *testing.T) {
 	t.Parallel()
@@ -218,6 +259,9 @@ func TestEveryEndpointRefusesWhatIsWrong(t *testing.T) {
 
 		{"no order", "GET /v1/orders/44", "", "unknown-order", true, nil},
 		{"no order", "GET /v1/orders/44/events", "", "unknown-order", true, nil},
+		{"no order", "GET /v1/orders/44/why", "", "unknown-order", true, nil},
+		{"a negative id", "GET /v1/orders/-41/why", "", "unknown-order", false, nil},
+		{"a body to it", "POST /v1/orders/41/why", "{}", "method-not-allowed", false, nil},
 		{"an id with a zero before it", "GET /v1/orders/041", "", "unknown-order", false, nil},
 		{"an id that is none", "GET /v1/orders/tea", "", "unknown-order", false, nil},
 		{"an id beyond 2^63", "GET /v1/orders/9223372036854775808", "", "unknown-order", true, nil},
