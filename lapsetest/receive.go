@@ -215,13 +215,18 @@ func (b *Broker) frames(taken []*delivery, req *v2.ReceiveMessageRequest) []*v2.
 func (d *delivery) wire(topic *v2.Resource) *v2.Message {
 	m := d.msg
 	sum := md5.Sum(m.Body) //nolint:gosec // the protocol's body digest
+	// A timed message is stored a second time, as an ordinary one, when its timer fires.
+	storedAt := m.StoredAt
+	if !m.due.IsZero() {
+		storedAt = m.due
+	}
 	sys := &v2.SystemProperties{
 		Keys:            m.Keys,
 		MessageId:       m.ID,
 		BodyDigest:      &v2.Digest{Type: v2.DigestType_MD5, Checksum: strings.ToUpper(hex.EncodeToString(sum[:]))},
 		BodyEncoding:    v2.Encoding_IDENTITY,
 		BornHost:        m.system.GetBornHost(),
-		StoreTimestamp:  timestamppb.New(m.StoredAt),
+		StoreTimestamp:  timestamppb.New(storedAt),
 		StoreHost:       brokerName,
 		ReceiptHandle:   proto.String(d.handle()),
 		QueueId:         wireInt(m.queue),

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -46,6 +47,7 @@ type settings struct {
 		Topic             string        `mapstructure:"topic"`
 		Group             string        `mapstructure:"group"`
 		Namespace         string        `mapstructure:"namespace"`
+		AdminEndpoint     string        `mapstructure:"admin_endpoint"`
 		AccessKey         string        `mapstructure:"access_key"`
 		SecretKey         string        `mapstructure:"secret_key"`
 		SecretKeyFile     string        `mapstructure:"secret_key_file"`
@@ -118,6 +120,11 @@ type settings struct {
 		ReadTimeout       time.Duration `mapstructure:"read_timeout"`
 		IdleTimeout       time.Duration `mapstructure:"idle_timeout"`
 	} `mapstructure:"api"`
+	Doctor struct {
+		Topic   string        `mapstructure:"topic"`
+		Group   string        `mapstructure:"group"`
+		Timeout time.Duration `mapstructure:"timeout"`
+	} `mapstructure:"doctor"`
 	Log struct {
 		Level  string `mapstructure:"level"`
 		Format string `mapstructure:"format"`
@@ -132,6 +139,8 @@ type effective struct {
 	origins map[string]string
 	// warnings are for the log: nothing of them keeps lapse from working.
 	warnings []string
+	// unread are the environment variables that look like settings and are none, with what may have been meant.
+	unread []string
 }
 
 // sources is what a configuration is made of, from the weakest to the strongest.
@@ -371,6 +380,13 @@ func notOurs(variable string) bool {
 		variable == "LAPSE_CONFIG" || variable == "LAPSE_REPLICA_DSN" // scripts/stack env prints the last one
 }
 
+// ofKubernetes are the variables that it sets in every pod for each service: of one that is named lapse-api, LAPSE_API_PORT=tcp://… and more.
+func ofKubernetes(variable, words string) bool {
+	return serviceVariable.MatchString(variable) || strings.HasSuffix(variable, "_PORT") && strings.Contains(words, "://")
+}
+
+var serviceVariable = regexp.MustCompile(`_SERVICE_HOST$|_SERVICE_PORT(_|$)|_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$`)
+
 func (l *loading) readEnvironment(environ []string) {
 	for _, entry := range environ {
 		variable, words, _ := strings.Cut(entry, "=")
@@ -388,7 +404,11 @@ func (l *loading) readEnvironment(environ []string) {
 			if like := nearest(variable, names); like != "" {
 				hint = "; did you mean " + like + "?"
 			}
-			l.warnings = append(l.warnings, fmt.Sprintf("the environment variable %s is no setting of lapse%s", variable, hint))
+			said := fmt.Sprintf("the environment variable %s is no setting of lapse%s", variable, hint)
+			l.warnings = append(l.warnings, said)
+			if !ofKubernetes(variable, words) {
+				l.unread = append(l.unread, said)
+			}
 			continue
 		}
 		l.take(assignment{key: k.name, words: words, origin: "environment " + variable}, nil)

@@ -19,6 +19,7 @@ import (
 	"github.com/lapse-orders/lapse/configs"
 	"github.com/lapse-orders/lapse/consumer"
 	"github.com/lapse-orders/lapse/internal/api"
+	"github.com/lapse-orders/lapse/internal/ops"
 	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/orders"
 	"github.com/lapse-orders/lapse/relay"
@@ -140,6 +141,7 @@ func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
 		{"api.request_timeout", cfg.API.RequestTimeout, h.RequestTimeout},
 		{"api.read_timeout", cfg.API.ReadTimeout, h.ReadTimeout},
 		{"api.idle_timeout", cfg.API.IdleTimeout, h.IdleTimeout},
+		{"doctor.timeout", cfg.Doctor.Timeout, ops.DoctorConfig{}.WithDefaults().Timeout},
 	} {
 		if d.is != d.lib {
 			t.Errorf("%s is %v in default.yaml, and %v in the library", d.key, d.is, d.lib)
@@ -164,6 +166,8 @@ func sample(t *testing.T, k key) (words string, value any) {
 		return "user:pw@tcp(db:3306)/shop", "user:pw@tcp(db:3306)/shop"
 	case k.name == "rocketmq.endpoints":
 		return "a:8081;b:8081", "a:8081;b:8081"
+	case k.name == "rocketmq.admin_endpoint":
+		return "broker:10911", "broker:10911"
 	case strings.HasPrefix(k.name, "http."), k.name == "api.addr":
 		return "127.0.0.1:7", "127.0.0.1:7"
 	case k.name == "api.tokens":
@@ -286,6 +290,8 @@ func TestEveryKeyRefusesWhatIsNotAllowed(t *testing.T) {
 			list = []bad{{"9870", `"9870"`}, {"127.0.0.1:http", `"127.0.0.1:http"`}, {"127.0.0.1:70000", `"127.0.0.1:70000"`}}
 		case k.name == "rocketmq.endpoints":
 			list = []bad{{"broker", "broker"}, {"a:1;b", "a:1;b"}, {":8081", `":8081"`}, {"a:0", `"a:0"`}}
+		case k.name == "rocketmq.admin_endpoint":
+			list = []bad{{"broker", "broker"}, {"a:1;b:1", "a:1;b:1"}, {":10911", `":10911"`}}
 		}
 		if k.kind == kindText {
 			list = append(list, bad{"", "12"}, bad{"", "true"})

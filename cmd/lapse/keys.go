@@ -65,6 +65,7 @@ var keys = slices.Concat(
 		text("rocketmq.topic", isName),
 		text("rocketmq.group", isName),
 		text("rocketmq.namespace", nil),
+		text("rocketmq.admin_endpoint", isEndpoint),
 		text("rocketmq.access_key", nil),
 	},
 	secret("rocketmq.secret_key", nil),
@@ -128,6 +129,10 @@ var keys = slices.Concat(
 		duration("api.request_timeout", time.Millisecond, 10*time.Minute),
 		duration("api.read_timeout", time.Millisecond, 10*time.Minute),
 		duration("api.idle_timeout", time.Millisecond, day),
+
+		text("doctor.topic", isName),
+		text("doctor.group", isName),
+		duration("doctor.timeout", time.Second, 10*time.Minute),
 
 		word("log.level", "debug", "info", "warn", "error"),
 		word("log.format", "auto", "json", "text"),
@@ -265,6 +270,14 @@ func areEndpoints(s string) error {
 		if err != nil || host == "" || port == 0 {
 			return errors.New("is not host:port, or several of them separated by semicolons")
 		}
+	}
+	return nil
+}
+
+// isEndpoint takes host:port of one server.
+func isEndpoint(s string) error {
+	if host, port, err := splitAddr(s); err != nil || host == "" || port == 0 {
+		return errors.New("is not host:port")
 	}
 	return nil
 }

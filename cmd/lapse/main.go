@@ -10,6 +10,7 @@
 //	lapse api             # orders over HTTP, for shops not written in Go
 //	lapse all             # the three in one process, for small shops
 //	lapse cancel ORDER --reason '…'
+//	lapse doctor          # what is wrong with database, broker, replica, clocks and configuration
 //	lapse health relay    # for container health checks
 //	lapse config          # what is in effect, and where it came from
 //
@@ -222,7 +223,7 @@ RocketMQ 5; consumers cancel what is due when a message arrives, if it is still 
 	flags.String("log-level", "", "`level` of the log: debug, info, warn, error (key log.level)")
 	flags.String("log-format", "", "`format` of the log: json, text, auto (key log.format)")
 	root.AddCommand(
-		a.migrateCmd(), a.relayCmd(), a.consumeCmd(), a.apiCmd(), a.allCmd(), a.cancelCmd(), a.healthCmd(), a.demoCmd(), a.benchCmd(), a.configCmd(), a.versionCmd(),
+		a.migrateCmd(), a.relayCmd(), a.consumeCmd(), a.apiCmd(), a.allCmd(), a.cancelCmd(), a.doctorCmd(), a.healthCmd(), a.demoCmd(), a.benchCmd(), a.configCmd(), a.versionCmd(),
 	)
 	return root
 }

@@ -1,0 +1,141 @@
+package ops
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"time"
+)
+
+func (d *doctor) openReplica(ctx context.Context) (*database, error) {
+	return d.open(ctx, Account{Role: "replica", Key: "mysql.dsn_replica", DSN: d.cfg.Replica})
+}
+
+// onReplica makes a check of one that needs replica and primary.
+func onReplica(run func(ctx context.Context, d *doctor, primary, replica *database) result) func(context.Context, *doctor) result {
+	return func(ctx context.Context, d *doctor) result {
+		if d.cfg.Replica == "" {
+			return unchecked("set LAPSE_MYSQL_DSN_REPLICA", "mysql.dsn_replica is not set")
+		}
+		replica, err := d.follower(ctx)
+		if err != nil {
+			return unchecked("", "the replica does not answer, see replica.reachable")
+		}
+		primary, err := d.primary(ctx)
+		if err != nil {
+			return unchecked("", "the database does not answer, see mysql.reachable")
+		}
+		return run(ctx, d, primary, replica)
+	}
+}
+
+var replicaChecks = []check{
+	{
+		name: "replica.reachable",
+		why:  "Reconcile reads the replica, so that the nightly scan costs the checkout nothing.",
+		run: func(ctx context.Context, d *doctor) result {
+			if d.cfg.Replica == "" {
+				return unchecked("set LAPSE_MYSQL_DSN_REPLICA", "mysql.dsn_replica is not set")
+			}
+			db, err := d.follower(ctx)
+			if err != nil {
+				return wrong("set LAPSE_MYSQL_DSN_REPLICA to user:password@tcp(host:port)/database of the replica, with an account that may read there", "%v", err)
+			}
+			return sound("%s at %s as %s", db.name, db.parsed.Addr, db.parsed.User)
+		},
+	},
+	{
+		name: "replica.of_primary",
+		why:  "A replica of another primary, or of none, shows orders that are not there: the nightly scan would find nothing.",
+		run: onReplica(func(ctx context.Context, _ *doctor, primary, replica *database) result {
+			const fix = "point mysql.dsn_replica at a replica of the server in mysql.dsn; there: SHOW REPLICA STATUS"
+			if primary.server == replica.server {
+				return wrong(fix, "%s is the primary itself", replica.parsed.Addr)
+			}
+			// First what the replica has executed, then what the primary has: in between, only the primary can have gone on.
+			had, err := executed(ctx, replica)
+			if err != nil {
+				return failed("ask the replica what it has executed", err)
+			}
+			if primary.mariaDB {
+				if had == "" {
+					return wrong(fix, "%s follows nobody", replica.parsed.Addr)
+				}
+				return sound("%s follows, at %s", replica.parsed.Addr, had)
+			}
+			if primary.global["gtid_mode"] != "ON" {
+				return unchecked("gtid_mode = ON and enforce_gtid_consistency = ON under [mysqld] on both", "gtid_mode is %s on the primary: where the replica's rows come from cannot be seen", primary.global["gtid_mode"])
+			}
+			var subset, shares bool
+			err = primary.QueryRowContext(ctx, "SELECT GTID_SUBSET(?, @@global.gtid_executed), LOCATE(@@global.server_uuid, ?) > 0", had, had).Scan(&subset, &shares)
+			if err != nil {
+				return failed("compare what both have executed", err)
+			}
+			if !shares {
+				return wrong(fix, "%s has executed nothing that %s wrote", replica.parsed.Addr, primary.parsed.Addr)
+			}
+			if !subset {
+				return wrong("rebuild the replica from the primary, and keep it super_read_only", "%s has transactions that %s has not: somebody has written to it", replica.parsed.Addr, primary.parsed.Addr)
+			}
+			return sound("%s has executed what %s wrote, and nothing else", replica.parsed.Addr, primary.parsed.Addr)
+		}),
+	},
+	{
+		name: "replica.read_only",
+		why:  "What somebody writes to a replica the primary never learns, and replication stops at the first conflict.",
+		run: onReplica(func(_ context.Context, _ *doctor, _, replica *database) result {
+			name := "super_read_only"
+			if replica.mariaDB {
+				name = "read_only"
+			}
+			if v := replica.global[name]; v == "0" || v == "OFF" {
+				return wrong("on the replica: "+replica.persist(name, "ON"), "%s is %s", name, v)
+			}
+			return sound("%s", name)
+		}),
+	},
+	{
+		name: "replica.lag",
+		why:  "Reconcile waits until the replica has what the primary had at its start, up to reconcile.max_lag, and fails otherwise.",
+		run: onReplica(func(ctx context.Context, d *doctor, primary, replica *database) result {
+			const fix = "on the replica: SHOW REPLICA STATUS; START REPLICA if it has stopped"
+			now, err := executed(ctx, primary)
+			if err != nil {
+				return failed("ask the primary what it has executed", err)
+			}
+			if now == "" {
+				return unchecked("gtid_mode = ON and enforce_gtid_consistency = ON under [mysqld] on both", "the primary numbers no transactions")
+			}
+			limit := d.cfg.MaxLag
+			if deadline, ok := ctx.Deadline(); ok {
+				limit = min(limit, time.Until(deadline)-2*time.Second)
+			}
+			begun := time.Now()
+			wait := "SELECT WAIT_FOR_EXECUTED_GTID_SET(?, ?)"
+			if replica.mariaDB {
+				wait = "SELECT MASTER_GTID_WAIT(?, ?)"
+			}
+			var late sql.NullInt64
+			err = replica.QueryRowContext(ctx, wait, now, limit.Seconds()).Scan(&late)
+			took := time.Since(begun).Round(time.Millisecond)
+			switch {
+			case err != nil && !errors.Is(err, context.DeadlineExceeded):
+				return failed("wait for the replica", err)
+			case err != nil || late.Int64 != 0:
+				return wrong(fix, "after %s it had not what the primary had before; reconcile.max_lag is %s", took, d.cfg.MaxLag)
+			}
+			return sound("%s after the question it had all that the primary had", took)
+		}),
+	},
+}
+
+// executed gives the transactions that a server has executed, as its flavour numbers them.
+func executed(ctx context.Context, db *database) (string, error) {
+	variable := "@@global.gtid_executed"
+	if db.mariaDB {
+		variable = "@@global.gtid_current_pos"
+	}
+	var set string
+	err := db.QueryRowContext(ctx, "SELECT "+variable).Scan(&set)
+	return set, err
+}
