@@ -297,11 +297,13 @@ func TestTheComposeFileAgreesWithTheConfigurations(t *testing.T) {
 	}
 	topics := strings.Join(p.Services["topics"].Command, " ") + " "
 	for flag, want := range map[string]string{
-		"topic":     known["rocketmq.topic"],
-		"group":     known["rocketmq.group"],
-		"precision": property("broker.conf", "timerPrecisionMs"),
-		"broker":    "broker:" + property("broker.conf", "listenPort"),
-		"endpoints": "proxy:8081",
+		"topic":        known["rocketmq.topic"],
+		"group":        known["rocketmq.group"],
+		"doctor-topic": known["doctor.topic"],
+		"doctor-group": known["doctor.group"],
+		"precision":    property("broker.conf", "timerPrecisionMs"),
+		"broker":       "broker:" + property("broker.conf", "listenPort"),
+		"endpoints":    "proxy:8081",
 	} {
 		if !strings.Contains(topics, "--"+flag+"="+want+" ") {
 			t.Errorf("topics: %q has not --%s=%s", topics, flag, want)

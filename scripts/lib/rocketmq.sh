@@ -3,6 +3,9 @@
 
 TOPIC=order-timeout
 GROUP=order-timeout-cg
+# Of lapse doctor.
+DOCTOR_TOPIC=lapse-doctor
+DOCTOR_GROUP=lapse-doctor-cg
 
 # render_broker: broker.conf with this machine's addresses, paths and sizes behind it. Of a key that stands twice, RocketMQ takes the last.
 render_broker() {
@@ -55,7 +58,8 @@ start_broker() {
     "-Xms$heap" "-Xmx$heap" -XX:MaxDirectMemorySize=512m -cp "$JARS/*" -Drmq.logback.configurationFile=rmq.proxy.logback.xml \
     org.apache.rocketmq.proxy.ProxyStartup -n "127.0.0.1:$PORT_NAMESRV" -pm local -bc "$STATE/broker/broker.conf" -pc "$STATE/broker/rmq-proxy.json"
   await broker "$START_TIMEOUT" "\"startup successfully\" in its log" grep -q "rocketmq-proxy startup successfully" "$STATE/logs/broker.log" || exit 1
-  "$STACKCTL" broker --endpoints "127.0.0.1:$PORT_PROXY" --broker "127.0.0.1:$PORT_BROKER" --topic "$TOPIC" --group "$GROUP" --precision "$PRECISION" ||
+  "$STACKCTL" broker --endpoints "127.0.0.1:$PORT_PROXY" --broker "127.0.0.1:$PORT_BROKER" --topic "$TOPIC" --group "$GROUP" \
+    --doctor-topic "$DOCTOR_TOPIC" --doctor-group "$DOCTOR_GROUP" --precision "$PRECISION" ||
     fail "broker: up, but topic $TOPIC and group $GROUP are not usable. 'scripts/stack logs broker' and $STATE/broker/logs/rocketmqlogs say more"
   say "broker: up on port $PORT_PROXY, topic $TOPIC (DELAY), group $GROUP ($((SECONDS - begun)) s)"
 }

@@ -110,6 +110,8 @@ func runBroker(ctx context.Context, args []string) error {
 	namesrv := flags.String("namesrv", "", "host:port of the name server, where it is another for us than for the broker")
 	topic := flags.String("topic", "", "topic of type DELAY, created with 8 queues if missing")
 	group := flags.String("group", "", "consumer group, created with 16 retries if missing; likewise the group for its dead letters, with -dlq behind the name and 1000 retries")
+	doctorTopic := flags.String("doctor-topic", "", "topic of type DELAY for the messages of lapse doctor, created with 2 queues if missing")
+	doctorGroup := flags.String("doctor-group", "", "group for them, created with 16 retries if missing")
 	precision := flags.String("precision", "", "timerPrecisionMs that the broker must have in force")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -127,6 +129,9 @@ func runBroker(ctx context.Context, args []string) error {
 		return err
 	}
 	if err := ensure(ctx, client, *topic, *group); err != nil {
+		return err
+	}
+	if err := ensureDoctor(ctx, client, *doctorTopic, *doctorGroup); err != nil {
 		return err
 	}
 	if err := safeOffsets(ctx, client, *group, *topic); err != nil {
@@ -195,6 +200,29 @@ func ensure(ctx context.Context, client *admin.Client, topic, group string) erro
 		err = client.CreateGroup(ctx, reader, deadLetterRetries)
 	}
 	return err
+}
+
+// ensureDoctor creates what lapse doctor sends its messages to, before anybody can look for it.
+func ensureDoctor(ctx context.Context, client *admin.Client, topic, group string) error {
+	if topic != "" {
+		_, err := client.Topic(ctx, topic)
+		if errors.Is(err, admin.ErrNotFound) {
+			err = client.CreateTopic(ctx, topic, admin.Delay, 2)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	if group != "" {
+		_, err := client.Group(ctx, group)
+		if errors.Is(err, admin.ErrNotFound) {
+			err = client.CreateGroup(ctx, group, 16)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // deadLetterRetries are more than any group of ours has, so that a dead letter waits for its reader however often that fails.

@@ -196,3 +196,29 @@ func sendMessage(ctx context.Context, client v2.MessagingServiceClient, topic, i
 	}
 	return nil
 }
+
+func TestTheDoctorsTopicAndGroupAreCreated(t *testing.T) {
+	t.Parallel()
+	broker := stacktest.Shared(t)
+	ctx := t.Context()
+	topic, group := broker.NewTopic(t, admin.Delay), broker.NewGroup(t, 1)
+	if err := broker.Admin.DeleteTopic(ctx, topic); err != nil {
+		t.Fatal(err)
+	}
+	if err := broker.Admin.DeleteGroup(ctx, group); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 { // the second time there is nothing to do
+		if err := ensureDoctor(ctx, broker.Admin, topic, group); err != nil {
+			t.Fatal(err)
+		}
+		gotTopic, err := broker.Admin.Topic(ctx, topic)
+		if want := (admin.Topic{Name: topic, Type: admin.Delay, Queues: 2}); err != nil || gotTopic != want {
+			t.Errorf("got %+v, %v, want %+v", gotTopic, err, want)
+		}
+		gotGroup, err := broker.Admin.Group(ctx, group)
+		if want := (admin.Group{Name: group, Retries: 16}); err != nil || gotGroup != want {
+			t.Errorf("got %+v, %v, want %+v", gotGroup, err, want)
+		}
+	}
+}
