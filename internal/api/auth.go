@@ -1,7 +1,6 @@
 package api
 
 import (
-	"crypto/hmac"
 	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/hex"
@@ -9,9 +8,9 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
-	"strconv"
 	"strings"
-	"time"
+
+	"github.com/lapse-orders/lapse/internal/sign"
 )
 
 // Scope is what a token allows.
@@ -32,8 +31,8 @@ type Token struct {
 	Hash   [sha256.Size]byte // SHA-256 of the token
 }
 
-// minSecret is the length of a token or secret at least: 16 characters of a random text cannot be guessed over a network.
-const minSecret = 16
+// minSecret is the length of a token at least, as of a secret.
+const minSecret = sign.MinSecret
 
 // ParseTokens reads tokens, one a line or separated by semicolons: NAME SCOPES TOKEN, with the scopes separated by commas and the token
 // either itself, of at least 16 characters, or as sha256: and the 64 hexadecimal digits of its hash. Empty lines, and those that begin
@@ -132,63 +131,18 @@ func (s *Server) authorize(r *http.Request, need Scope) (actor string, p *proble
 	return "api:" + t.Name, nil
 }
 
-// signatureWindow is how far the time of a signature may lie from the server's clock, either way.
-const signatureWindow = 5 * time.Minute
-
-// signatureHeader carries t=UNIX_SECONDS,v1=HEX. v1 is HMAC-SHA-256 with the secret over the seconds, a dot, the order's id, a dot, and the
-// body as it is sent. The id is in it since it is not in the body: a notice must not be turned to another order.
-const signatureHeader = "Lapse-Signature"
-
-// Sign gives the value of the header Lapse-Signature.
-func Sign(secret string, at time.Time, orderID string, body []byte) string {
-	seconds := strconv.FormatInt(at.Unix(), 10)
-	return "t=" + seconds + ",v1=" + hex.EncodeToString(mac(secret, seconds, orderID, body))
-}
-
-func mac(secret, seconds, orderID string, body []byte) []byte {
-	h := hmac.New(sha256.New, []byte(secret))
-	h.Write([]byte(seconds + "." + orderID + "."))
-	h.Write(body)
-	return h.Sum(nil)
-}
-
-// checkSignature refuses a payment notice that nobody with a secret has signed just now.
+// checkSignature refuses a payment notice that nobody with a secret has signed just now. What is signed beside the body is the order's id,
+// which is not in the body: a notice must not be turned to another order.
 func (s *Server) checkSignature(r *http.Request, body []byte) *problem {
 	if len(s.cfg.PaymentSecrets) == 0 {
 		return nil
 	}
-	values := r.Header.Values(signatureHeader)
-	if len(values) != 1 {
-		return kindBadSignature.problem("send one header %s: t=UNIX_SECONDS,v1=HEX", signatureHeader)
-	}
-	var seconds string
-	var signature []byte
-	for part := range strings.SplitSeq(values[0], ",") {
-		name, value, _ := strings.Cut(strings.TrimSpace(part), "=")
-		switch name {
-		case "t":
-			seconds = value
-		case "v1":
-			signature, _ = hex.DecodeString(value) // what is no hexadecimal equals no signature
-		}
-	}
-	unix, err := strconv.ParseInt(seconds, 10, 64)
-	if err != nil || len(signature) != sha256.Size {
-		return kindBadSignature.problem("the header %s is not t=UNIX_SECONDS,v1=64 hexadecimal digits", signatureHeader)
-	}
-	matches := 0
-	for _, secret := range s.cfg.PaymentSecrets {
-		if hmac.Equal(signature, mac(secret, seconds, r.PathValue("id"), body)) {
-			matches++
-		}
-	}
-	if matches == 0 {
-		return kindBadSignature.problem("the signature does not fit: it is HMAC-SHA-256 over the seconds, a dot, the order's id, a dot, and the body")
-	}
-	// Seconds are compared and not a difference of times, which would saturate.
-	now, window := s.cfg.now().Unix(), int64(signatureWindow/time.Second)
-	if unix < now-window || unix > now+window {
-		return kindBadSignature.problem("the signature's time lies more than %s from the server's, %d: sign again, and mind the clocks", signatureWindow, now)
+	err := sign.Check(r.Header.Values(sign.Header), s.cfg.PaymentSecrets, r.PathValue("id"), body, s.cfg.now())
+	switch {
+	case errors.Is(err, sign.ErrMismatch):
+		return kindBadSignature.problem("%s: it is HMAC-SHA-256 over the seconds, a dot, the order's id, a dot, and the body", err)
+	case err != nil:
+		return kindBadSignature.problem("%s", err)
 	}
 	return nil
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/go-sql-driver/mysql"
 	dto "github.com/prometheus/client_model/go"
 
+	"github.com/lapse-orders/lapse/internal/sign"
 	"github.com/lapse-orders/lapse/orders"
 )
 
@@ -222,10 +223,10 @@ func TestAPaymentNoticeMustBeSignedJustNow(t *testing.T) {
 	id := orders.FormatID(int64(o.ID))
 	body := `{"gateway":"bank","transaction_id":"T","currency":"EUR","amount":"5"}`
 	// The signature is one that openssl makes: printf '1796050800.42.{}' | openssl dgst -sha256 -hmac 0123456789abcdef
-	if got, want := Sign(secret, now, "42", []byte("{}")), "t=1796050800,v1=507ac40b4dcdbcb4fe5b5c63210f115d483de17f89c524aac7f70fbde5985dff"; got != want {
+	if got, want := sign.Sign(secret, now, "42", []byte("{}")), "t=1796050800,v1=507ac40b4dcdbcb4fe5b5c63210f115d483de17f89c524aac7f70fbde5985dff"; got != want {
 		t.Errorf("the signature is %s, want %s", got, want)
 	}
-	good := Sign(secret, now, id, []byte(body))
+	good := sign.Sign(secret, now, id, []byte(body))
 	for _, tc := range []struct {
 		name, signature, body string
 		takes                 bool
@@ -234,22 +235,22 @@ func TestAPaymentNoticeMustBeSignedJustNow(t *testing.T) {
 		{"good", good, body, true},
 		{"with another version", good + ",v2=abc", body, true},
 		{"in another order", good[13:] + "," + good[:12], body, true},
-		{"by the other secret", Sign(old, now, id, []byte(body)), body, true},
-		{"by an unknown secret", Sign("0123456789abcdeF", now, id, []byte(body)), body, false},
-		{"for another order", Sign(secret, now, "1"+id, []byte(body)), body, false},
+		{"by the other secret", sign.Sign(old, now, id, []byte(body)), body, true},
+		{"by an unknown secret", sign.Sign("0123456789abcdeF", now, id, []byte(body)), body, false},
+		{"for another order", sign.Sign(secret, now, "1"+id, []byte(body)), body, false},
 		{"for another body", good, body + " ", false},
 		{"for another time", strings.Replace(good, "t=1", "t=2", 1), body, false},
-		{"5 minutes old", Sign(secret, now.Add(-5*time.Minute), id, []byte(body)), body, true},
-		{"older", Sign(secret, now.Add(-5*time.Minute-time.Second), id, []byte(body)), body, false},
-		{"5 minutes ahead", Sign(secret, now.Add(5*time.Minute), id, []byte(body)), body, true},
-		{"farther ahead", Sign(secret, now.Add(5*time.Minute+time.Second), id, []byte(body)), body, false},
+		{"5 minutes old", sign.Sign(secret, now.Add(-5*time.Minute), id, []byte(body)), body, true},
+		{"older", sign.Sign(secret, now.Add(-5*time.Minute-time.Second), id, []byte(body)), body, false},
+		{"5 minutes ahead", sign.Sign(secret, now.Add(5*time.Minute), id, []byte(body)), body, true},
+		{"farther ahead", sign.Sign(secret, now.Add(5*time.Minute+time.Second), id, []byte(body)), body, false},
 		{"without time", good[13:], body, false},
 		{"without signature", good[:12], body, false},
 		{"cut", good[:len(good)-2], body, false},
 		{"no hexadecimal", good[:len(good)-2] + "zz", body, false},
 		{"rubbish", "yes", body, false},
 	} {
-		a := b.do(t, request{method: http.MethodPost, path: pathOf(o) + "/payments", body: tc.body, header: map[string]string{signatureHeader: tc.signature}})
+		a := b.do(t, request{method: http.MethodPost, path: pathOf(o) + "/payments", body: tc.body, header: map[string]string{sign.Header: tc.signature}})
 		if tc.takes != (a.status == http.StatusOK) || !tc.takes && a.kind(t) != "bad-signature" {
 			t.Errorf("%s: %d %s", tc.name, a.status, a.body)
 		}
@@ -260,7 +261,7 @@ func TestAPaymentNoticeMustBeSignedJustNow(t *testing.T) {
 		t.Errorf("rubbish without signature: %s", a.body)
 	}
 	b.token = ""
-	a = b.do(t, request{method: http.MethodPost, path: pathOf(o) + "/payments", body: body, header: map[string]string{signatureHeader: good}})
+	a = b.do(t, request{method: http.MethodPost, path: pathOf(o) + "/payments", body: body, header: map[string]string{sign.Header: good}})
 	if a.kind(t) != "unauthenticated" {
 		t.Errorf("a signature without token: %s", a.body)
 	}
