@@ -39,8 +39,8 @@ build: ## Build bin/lapse
 	go build -ldflags '-X main.version=$(VERSION)' -o bin/lapse ./cmd/lapse
 
 .PHONY: demo
-demo: build ## The whole path on real servers; make demo DEMO_ARGS='--timeout 30m'
-	@scripts/stack up
+demo: build ## The whole path on real servers; make demo DEMO_ARGS='--lose 5' or '--timeout 30m'
+	@scripts/stack up --with replica
 	@eval "$$(scripts/stack env)"; bin/lapse migrate up
 	@eval "$$(scripts/stack env)"; exec bin/lapse demo $(DEMO_ARGS)
 

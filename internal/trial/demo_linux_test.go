@@ -20,6 +20,7 @@ import (
 	"github.com/lapse-orders/lapse/internal/rmq/admin"
 	"github.com/lapse-orders/lapse/internal/stacktest"
 	"github.com/lapse-orders/lapse/lapsetest/mysqltest"
+	"github.com/lapse-orders/lapse/orders"
 )
 
 // bundle is what one test's demo runs in: a database, a topic and a group of its own, on the shared stack.
@@ -40,14 +41,8 @@ func setup(t *testing.T) *bundle {
 		"LAPSE_ROCKETMQ_ENDPOINTS": broker.Endpoints, "LAPSE_ROCKETMQ_TLS_ENABLED": "false",
 		"LAPSE_ROCKETMQ_TOPIC": broker.NewTopic(t, admin.Delay), "LAPSE_ROCKETMQ_GROUP": broker.NewGroup(t, 16),
 	}
-	for _, name := range []string{"LAPSE_MYSQL_DSN", "LAPSE_MYSQL_DSN_MIGRATE", "LAPSE_MYSQL_DSN_RELAY", "LAPSE_MYSQL_DSN_CONSUME", "LAPSE_MYSQL_DSN_READ"} {
-		// The stack's own accounts, with just the rights of their role, in the test's database.
-		dsn, err := mysql.ParseDSN(stacktest.Require(t, name))
-		if err != nil {
-			t.Fatalf("%s cannot be read", name)
-		}
-		dsn.DBName = db.Name
-		b.env[name] = dsn.FormatDSN()
+	for _, name := range []string{"LAPSE_MYSQL_DSN", "LAPSE_MYSQL_DSN_MIGRATE", "LAPSE_MYSQL_DSN_RELAY", "LAPSE_MYSQL_DSN_CONSUME", "LAPSE_MYSQL_DSN_READ", "LAPSE_MYSQL_DSN_RECONCILE"} {
+		b.useAccount(t, name)
 	}
 	var err error
 	if b.binary, err = buildLapse(); err != nil {
@@ -61,6 +56,20 @@ func setup(t *testing.T) *bundle {
 	})
 	return b
 }
+
+// useAccount gives the demo one of the stack's own accounts, with just the rights of its role, in the test's database.
+func (b *bundle) useAccount(t *testing.T, name string) {
+	t.Helper()
+	dsn, err := mysql.ParseDSN(stacktest.Require(t, name))
+	if err != nil {
+		t.Fatalf("%s cannot be read", name)
+	}
+	dsn.DBName = b.db.Name
+	b.env[name] = dsn.FormatDSN()
+}
+
+// replica is the variable that names the replica to the demo: the tests have it where they want reconcile.
+const replica = "LAPSE_MYSQL_DSN_REPLICA"
 
 // running gives the processes that the bundle's demo started, itself included, whose command line contains a text.
 func (b *bundle) running(t *testing.T, text string) []int {
@@ -167,15 +176,13 @@ func (r *run) wait(t *testing.T) (code int, stdout string) {
 	return code, strings.Join(r.seen, "\n")
 }
 
-func TestTheDemoHoldsEveryInvariantThoughAConsumerIsKilled(t *testing.T) {
-	t.Parallel()
-	b := setup(t)
-	r := b.start(t, "--orders", "60", "--rate", "20", "--timeout", "3s", "--seed", "1", "--json")
+// report waits for the end, which has to be a good one, and reads the JSON.
+func (r *run) report(t *testing.T) (report Report) {
+	t.Helper()
 	code, stdout := r.wait(t)
 	if code != 0 {
 		t.Fatalf("exit code %d:\n%s\n%s", code, stdout, r.stderr.String())
 	}
-	var report Report
 	decoder := json.NewDecoder(strings.NewReader(stdout))
 	decoder.DisallowUnknownFields()
 	if err := decoder.Decode(&report); err != nil {
@@ -183,6 +190,56 @@ func TestTheDemoHoldsEveryInvariantThoughAConsumerIsKilled(t *testing.T) {
 	}
 	if rest, _ := io.ReadAll(decoder.Buffered()); strings.TrimSpace(string(rest)) != "" {
 		t.Errorf("after the object: %q", rest)
+	}
+	return report
+}
+
+func TestReconcileFindsExactlyTheOrdersOfTheMessagesThatTheDemoLost(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.useAccount(t, replica)
+	r := b.start(t, "--orders", "80", "--rate", "20", "--timeout", "3s", "--seed", "5", "--lose", "20", "--json")
+	report := r.report(t)
+	l, reconciled := report.Losses, report.Reconcile
+	if l == nil || reconciled == nil {
+		t.Fatalf("losses %+v, reconcile %+v", l, reconciled)
+	}
+	if !report.Holds || l.Percent != 20 || l.Lost < l.Messages/6 || l.Lost > l.Messages/4+1 || l.Orders < l.Lost || l.Final+l.Later+l.Unpaid != l.Orders || l.Unpaid == 0 {
+		t.Errorf("%+v, holds %t", l, report.Holds)
+	}
+	if len(reconciled.Orders) != l.Unpaid {
+		t.Errorf("%d orders were left, and reconcile cancelled %+v", l.Unpaid, reconciled.Orders)
+	}
+	for _, o := range reconciled.Orders {
+		if o.Missed != orders.MissedNotReceived || !strings.Contains(o.Because, "no consumer has handled it") {
+			t.Errorf("%+v", o)
+		}
+		// By queries of this test's own: cancelled by that run, once, with an outbox row that says sent.
+		if n := b.db.Int(t, `SELECT COUNT(*) FROM orders o JOIN outbox b ON b.order_id = o.id JOIN order_events e ON e.order_id = o.id
+			WHERE o.id = ? AND o.status = 'cancelled' AND o.cancel_reason = 'timeout' AND b.state = 'sent' AND e.kind = 'reconciled' AND e.detail ->> '$.run' = ?`, o.ID, reconciled.Run); n != 1 {
+			t.Errorf("order %d is not as the report says", o.ID)
+		}
+	}
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM order_events WHERE kind = 'reconciled'"); n != int64(l.Unpaid) {
+		t.Errorf("%d orders have been reconciled, want %d", n, l.Unpaid)
+	}
+	if report.Lateness.Orders != report.Total.Timeout-l.Unpaid {
+		t.Errorf("the lateness is of %d orders, of %d timeouts %d are reconcile's", report.Lateness.Orders, report.Total.Timeout, l.Unpaid)
+	}
+	if !strings.Contains(r.stderr.String(), "a go-between, which loses 20 % of them") {
+		t.Errorf("the progress does not say that messages are lost:\n%s", r.stderr.String())
+	}
+	b.leavesNothing(t)
+}
+
+func TestTheDemoHoldsEveryInvariantThoughAConsumerIsKilled(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.useAccount(t, replica)
+	r := b.start(t, "--orders", "60", "--rate", "20", "--timeout", "3s", "--seed", "1", "--json")
+	report := r.report(t)
+	if report.Losses != nil || report.Reconcile == nil || report.Reconcile.Run == 0 || len(report.Reconcile.Orders) != 0 {
+		t.Errorf("nothing was lost: losses %+v, reconcile %+v", report.Losses, report.Reconcile)
 	}
 	for _, says := range []string{"placed", "killing consumer 1 with SIGKILL", "consumer 1 is ready again", "scripts/stack down"} {
 		if !strings.Contains(r.stderr.String(), says) {
@@ -303,11 +360,13 @@ func TestInterruptedAtAnyMomentTheDemoLeavesNoProcess(t *testing.T) {
 		"while orders are placed":       "placed",
 		"while orders are cancelled":    "by timeout",
 		"while a consumer is killed":    "killing consumer 1",
+		"while reconcile runs":          "running reconcile",
 		"while the processes are ended": "ending the processes",
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			b := setup(t)
+			b.useAccount(t, replica)
 			r := b.start(t, "--orders", "60", "--rate", "20", "--timeout", "2s")
 			r.until(t, moment)
 			if err := r.cmd.Process.Signal(os.Interrupt); err != nil {
@@ -372,15 +431,18 @@ func TestTheDemoSaysWhatIsNotThere(t *testing.T) {
 		code   int
 		says   []string
 	}{
-		"no MySQL":          {func(b *bundle) { b.env["LAPSE_MYSQL_DSN"] = "lapse:secret@tcp(" + nobody + ")/lapse" }, nil, 3, []string{"MySQL is not there", nobody, "scripts/stack up"}},
-		"no RocketMQ":       {func(b *bundle) { b.env["LAPSE_ROCKETMQ_ENDPOINTS"] = nobody }, nil, 3, []string{"RocketMQ is not there", nobody, "scripts/stack up"}},
-		"no addresses":      {func(b *bundle) { b.env["LAPSE_MYSQL_DSN"] = "" }, nil, 3, []string{"scripts/stack up"}},
-		"no tables":         {func(b *bundle) { b.db.Exec(t, "DROP TABLE lapse_schema_version") }, nil, 3, []string{"lapse migrate up"}},
-		"no orders":         {nil, []string{"--orders", "0"}, 2, []string{"orders is 0"}},
-		"no rate":           {nil, []string{"--rate", "NaN"}, 2, []string{"rate is NaN"}},
-		"too short timeout": {nil, []string{"--timeout", "999ms"}, 2, []string{"timeout is 999ms"}},
-		"an argument":       {nil, []string{"now"}, 2, []string{"now"}},
-		"a bad key for all": {nil, []string{"--set", "relay.tikc=1s"}, 2, []string{"relay.tick"}},
+		"no MySQL":               {func(b *bundle) { b.env["LAPSE_MYSQL_DSN"] = "lapse:secret@tcp(" + nobody + ")/lapse" }, nil, 3, []string{"MySQL is not there", nobody, "scripts/stack up"}},
+		"no RocketMQ":            {func(b *bundle) { b.env["LAPSE_ROCKETMQ_ENDPOINTS"] = nobody }, nil, 3, []string{"RocketMQ is not there", nobody, "scripts/stack up"}},
+		"no addresses":           {func(b *bundle) { b.env["LAPSE_MYSQL_DSN"] = "" }, nil, 3, []string{"scripts/stack up"}},
+		"no tables":              {func(b *bundle) { b.db.Exec(t, "DROP TABLE lapse_schema_version") }, nil, 3, []string{"lapse migrate up"}},
+		"no replica":             {nil, []string{"--lose", "5"}, 3, []string{"mysql.dsn_replica, is not there", "scripts/stack up --with replica"}},
+		"a replica that is down": {func(b *bundle) { b.env[replica] = "lapse:secret@tcp(" + nobody + ")/lapse" }, nil, 3, []string{"the replica is not there", nobody, "scripts/stack up --with replica"}},
+		"too much to lose":       {nil, []string{"--lose", "101"}, 2, []string{"lose is 101 percent"}},
+		"no orders":              {nil, []string{"--orders", "0"}, 2, []string{"orders is 0"}},
+		"no rate":                {nil, []string{"--rate", "NaN"}, 2, []string{"rate is NaN"}},
+		"too short timeout":      {nil, []string{"--timeout", "999ms"}, 2, []string{"timeout is 999ms"}},
+		"an argument":            {nil, []string{"now"}, 2, []string{"now"}},
+		"a bad key for all":      {nil, []string{"--set", "relay.tikc=1s"}, 2, []string{"relay.tick"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -33,7 +33,7 @@ func Reconciling(ctx context.Context, cfg BenchConfig) (BenchReport, error) {
 	}
 	cfg.noBroker = true
 	if cfg.DSNReplica == "" || cfg.DSNReplicaAdmin == "" {
-		return BenchReport{}, fmt.Errorf("the address of a replica (mysql.dsn_replica), and of an account that may stop it (--replica-admin, or LAPSE_TEST_REPLICA_ADMIN_DSN), are %w: %s brings one up and sets both", ErrMissing, withReplica)
+		return BenchReport{}, fmt.Errorf("the address of a replica (mysql.dsn_replica), and of an account that may stop it (LAPSE_TEST_REPLICA_ADMIN_DSN), are %w: %s brings one up and sets both", ErrMissing, withReplica)
 	}
 	return runBench(ctx, "reconcile", cfg, func(ctx context.Context, b *bench, r *BenchReport) error {
 		for i := range cfg.Repeat {
@@ -285,11 +285,11 @@ func (s *stage) startReplica(ctx context.Context) error {
 func (s *stage) replicaAdmin(ctx context.Context, statement string) error {
 	db, err := sql.Open("mysql", s.cfg.DSNReplicaAdmin)
 	if err != nil {
-		return fmt.Errorf("%w: the DSN of --replica-admin cannot be read; expected user:password@tcp(host:port)/", ErrUsage)
+		return fmt.Errorf("%w: LAPSE_TEST_REPLICA_ADMIN_DSN cannot be read; expected user:password@tcp(host:port)/", ErrUsage)
 	}
 	defer db.Close() //nolint:errcheck // nothing is under way any more
 	if _, err := db.ExecContext(ctx, statement); err != nil {
-		return fmt.Errorf("%s on the replica: %w; the account of --replica-admin has to be allowed that", statement, err)
+		return fmt.Errorf("%s on the replica: %w; the account of LAPSE_TEST_REPLICA_ADMIN_DSN has to be allowed that", statement, err)
 	}
 	return nil
 }
