@@ -17,28 +17,36 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/lapse-orders/lapse/configs"
+	"github.com/lapse-orders/lapse/orders"
 )
 
 // settings is the effective configuration. The values of the libraries' keys are handed to their own Config types; nothing outside this
 // package sees it.
 type settings struct {
 	MySQL struct {
-		DSN            string        `mapstructure:"dsn"`
-		DSNFile        string        `mapstructure:"dsn_file"`
-		DSNMigrate     string        `mapstructure:"dsn_migrate"`
-		DSNMigrateFile string        `mapstructure:"dsn_migrate_file"`
-		DSNRelay       string        `mapstructure:"dsn_relay"`
-		DSNRelayFile   string        `mapstructure:"dsn_relay_file"`
-		DSNConsume     string        `mapstructure:"dsn_consume"`
-		DSNConsumeFile string        `mapstructure:"dsn_consume_file"`
-		DSNRead        string        `mapstructure:"dsn_read"`
-		DSNReadFile    string        `mapstructure:"dsn_read_file"`
-		MaxOpenConns   int           `mapstructure:"max_open_conns"`
-		DialTimeout    time.Duration `mapstructure:"dial_timeout"`
-		IOTimeout      time.Duration `mapstructure:"io_timeout"`
+		DSN              string        `mapstructure:"dsn"`
+		DSNFile          string        `mapstructure:"dsn_file"`
+		DSNMigrate       string        `mapstructure:"dsn_migrate"`
+		DSNMigrateFile   string        `mapstructure:"dsn_migrate_file"`
+		DSNRelay         string        `mapstructure:"dsn_relay"`
+		DSNRelayFile     string        `mapstructure:"dsn_relay_file"`
+		DSNConsume       string        `mapstructure:"dsn_consume"`
+		DSNConsumeFile   string        `mapstructure:"dsn_consume_file"`
+		DSNRefund        string        `mapstructure:"dsn_refund"`
+		DSNRefundFile    string        `mapstructure:"dsn_refund_file"`
+		DSNReconcile     string        `mapstructure:"dsn_reconcile"`
+		DSNReconcileFile string        `mapstructure:"dsn_reconcile_file"`
+		DSNRead          string        `mapstructure:"dsn_read"`
+		DSNReadFile      string        `mapstructure:"dsn_read_file"`
+		DSNReplica       string        `mapstructure:"dsn_replica"`
+		DSNReplicaFile   string        `mapstructure:"dsn_replica_file"`
+		MaxOpenConns     int           `mapstructure:"max_open_conns"`
+		DialTimeout      time.Duration `mapstructure:"dial_timeout"`
+		IOTimeout        time.Duration `mapstructure:"io_timeout"`
 	} `mapstructure:"mysql"`
 	Orders struct {
 		Timeout      time.Duration `mapstructure:"timeout"`
+		Policies     string        `mapstructure:"policies"`
 		MaxLifetime  time.Duration `mapstructure:"max_lifetime"`
 		KeyRetention time.Duration `mapstructure:"key_retention"`
 	} `mapstructure:"orders"`
@@ -98,9 +106,61 @@ type settings struct {
 		BackoffMax        time.Duration `mapstructure:"backoff_max"`
 		GiveUpAfter       time.Duration `mapstructure:"give_up_after"`
 	} `mapstructure:"consumer"`
+	Reconcile struct {
+		Schedule      string        `mapstructure:"schedule"`
+		Timezone      string        `mapstructure:"timezone"`
+		Grace         time.Duration `mapstructure:"grace"`
+		MaxLag        time.Duration `mapstructure:"max_lag"`
+		OnLag         string        `mapstructure:"on_lag"`
+		Page          int           `mapstructure:"page"`
+		Batch         int           `mapstructure:"batch"`
+		Workers       int           `mapstructure:"workers"`
+		Rate          int           `mapstructure:"rate"`
+		PrimaryRate   int           `mapstructure:"primary_rate"`
+		MaxLockWaits  int           `mapstructure:"max_lock_waits"`
+		PauseLag      time.Duration `mapstructure:"pause_lag"`
+		Lease         time.Duration `mapstructure:"lease"`
+		CancelTimeout time.Duration `mapstructure:"cancel_timeout"`
+		OutboxAge     time.Duration `mapstructure:"outbox_age"`
+		RetryAfter    time.Duration `mapstructure:"retry_after"`
+	} `mapstructure:"reconcile"`
+	Gateway struct {
+		URL             string        `mapstructure:"url"`
+		Name            string        `mapstructure:"name"`
+		Secret          string        `mapstructure:"secret"`
+		SecretFile      string        `mapstructure:"secret_file"`
+		Timeout         time.Duration `mapstructure:"timeout"`
+		DecideWithin    time.Duration `mapstructure:"decide_within"`
+		Concurrency     int           `mapstructure:"concurrency"`
+		HoldMin         time.Duration `mapstructure:"hold_min"`
+		HoldMax         time.Duration `mapstructure:"hold_max"`
+		GiveUpAfter     time.Duration `mapstructure:"give_up_after"`
+		BreakerFailures int           `mapstructure:"breaker_failures"`
+		BreakerPause    time.Duration `mapstructure:"breaker_pause"`
+	} `mapstructure:"gateway"`
+	Refund struct {
+		Batch       int           `mapstructure:"batch"`
+		Lease       time.Duration `mapstructure:"lease"`
+		Poll        time.Duration `mapstructure:"poll"`
+		BackoffMin  time.Duration `mapstructure:"backoff_min"`
+		BackoffMax  time.Duration `mapstructure:"backoff_max"`
+		MaxAttempts int           `mapstructure:"max_attempts"`
+	} `mapstructure:"refund"`
 	Outbox struct {
 		Retention time.Duration `mapstructure:"retention"`
 	} `mapstructure:"outbox"`
+	Events struct {
+		Topic  string `mapstructure:"topic"`
+		Source string `mapstructure:"source"`
+	} `mapstructure:"events"`
+	Retention struct {
+		Orders   time.Duration `mapstructure:"orders"` // 0: never
+		Events   time.Duration `mapstructure:"events"`
+		Parked   time.Duration `mapstructure:"parked"`
+		Runs     time.Duration `mapstructure:"runs"`
+		Interval time.Duration `mapstructure:"interval"`
+		Batch    int           `mapstructure:"batch"`
+	} `mapstructure:"retention"`
 	Shutdown struct {
 		Grace time.Duration `mapstructure:"grace"`
 	} `mapstructure:"shutdown"`
@@ -137,6 +197,8 @@ type effective struct {
 	// values by key name, and where each comes from that is not the default; a secret that was read from a file is in values.
 	values  map[string]any
 	origins map[string]string
+	// policies are those of orders.policies.
+	policies []orders.Policy
 	// warnings are for the log: nothing of them keeps lapse from working.
 	warnings []string
 	// unread are the environment variables that look like settings and are none, with what may have been meant.
@@ -377,7 +439,7 @@ func (l *loading) walk(file, prefix string, section *yaml.Node) {
 // notOurs are variables with our prefix that are no settings: of the tests, of the development stack, and the one that names the file.
 func notOurs(variable string) bool {
 	return strings.HasPrefix(variable, "LAPSE_TEST_") || strings.HasPrefix(variable, "LAPSE_STACK_") ||
-		variable == "LAPSE_CONFIG" || variable == "LAPSE_REPLICA_DSN" // scripts/stack env prints the last one
+		variable == "LAPSE_CONFIG"
 }
 
 // ofKubernetes are the variables that it sets in every pod for each service: of one that is named lapse-api, LAPSE_API_PORT=tcp://… and more.
@@ -477,6 +539,8 @@ func (l *loading) checkTogether() {
 		{"relay.claim_limit", "relay.max_in_hand", s.Relay.ClaimLimit > s.Relay.MaxInHand},
 		{"relay.backoff_min", "relay.backoff_max", s.Relay.BackoffMin > s.Relay.BackoffMax},
 		{"consumer.backoff_min", "consumer.backoff_max", s.Consumer.BackoffMin > s.Consumer.BackoffMax},
+		{"gateway.hold_min", "gateway.hold_max", s.Gateway.HoldMin > s.Gateway.HoldMax},
+		{"refund.backoff_min", "refund.backoff_max", s.Refund.BackoffMin > s.Refund.BackoffMax},
 	} {
 		if pair.wrong {
 			l.refuse("%s and %s; the first must not be more than the second", is(pair.low), is(pair.high))
@@ -488,11 +552,33 @@ func (l *loading) checkTogether() {
 	if s.Relay.Linger+s.Relay.SendTimeout > s.Relay.Lease/2 {
 		l.refuse("%s, %s and %s; the first two together must be at most half of the third, so that a send ends before the lease does", is("relay.linger"), is("relay.send_timeout"), is("relay.lease"))
 	}
+	if s.Gateway.Timeout > s.Refund.Lease/4 {
+		l.refuse("%s and %s; the first must be at most a quarter of the second, so that two tries end well before the lease does", is("gateway.timeout"), is("refund.lease"))
+	}
+	if s.Gateway.URL != "" {
+		for _, name := range []string{"gateway.name", "gateway.secret"} {
+			if l.values[name] == "" {
+				l.refuse("gateway.url is given%s and %s is not; give all three, or none", l.by("gateway.url"), name)
+			}
+		}
+	}
 	if s.Relay.Tick%time.Millisecond != 0 {
 		l.refuse("%s; it must be whole milliseconds", is("relay.tick"))
 	}
 	if s.Orders.Timeout > s.Orders.MaxLifetime {
 		l.refuse("orders.timeout is %s%s, longer than orders.max_lifetime, %s%s", short(s.Orders.Timeout), l.by("orders.timeout"), short(s.Orders.MaxLifetime), l.by("orders.max_lifetime"))
+	}
+	l.checkPolicies()
+	if s.Retention.Orders != 0 && s.Retention.Orders < s.Orders.KeyRetention {
+		l.refuse("%s and %s; an order must not go before the key that stands for it, so the first must not be less than the second", is("retention.orders"), is("orders.key_retention"))
+	}
+	for _, name := range []string{"rocketmq.topic", "doctor.topic"} {
+		if topic := l.values[name]; topic != nil && topic != "" && topic == s.Events.Topic {
+			l.refuse("%s and %s are one topic; events need a topic of their own, of type NORMAL", is("events.topic"), is(name))
+		}
+	}
+	if s.Events.Topic != "" && s.Events.Source == "" {
+		l.refuse("events.source is empty%s; it is a URI reference that says whose events these are, such as /lapse", l.by("events.source"))
 	}
 	for _, pair := range [][2]string{{"rocketmq.access_key", "rocketmq.secret_key"}, {"rocketmq.tls.cert_file", "rocketmq.tls.key_file"}} {
 		a, b := pair[0], pair[1]
@@ -510,6 +596,21 @@ func (l *loading) checkTogether() {
 	}
 }
 
+// checkPolicies reads orders.policies once more, with the settings that they rest on.
+func (l *loading) checkPolicies() {
+	var err error
+	if l.policies, err = orders.ParsePolicies(l.Orders.Policies); err != nil {
+		l.refuse("orders.policies%s: %w", l.by("orders.policies"), err)
+		return
+	}
+	for _, p := range l.policies {
+		if deadline := cmp.Or(p.Timeout, l.Orders.Timeout) + p.Grace; !p.Never && deadline > l.Orders.MaxLifetime {
+			l.refuse("orders.policies%s: %q has its deadline %s after placing, later than orders.max_lifetime, %s%s",
+				l.by("orders.policies"), p, short(deadline), short(l.Orders.MaxLifetime), l.by("orders.max_lifetime"))
+		}
+	}
+}
+
 func (e *effective) by(name string) string {
 	if o := e.origins[name]; o != "" {
 		return " (from " + o + ")"
@@ -521,10 +622,13 @@ func (e *effective) by(name string) string {
 type role string
 
 const (
-	roleAPI     role = "dsn"
-	roleMigrate role = "dsn_migrate"
-	roleRelay   role = "dsn_relay"
-	roleConsume role = "dsn_consume"
+	roleAPI       role = "dsn"
+	roleMigrate   role = "dsn_migrate"
+	roleRelay     role = "dsn_relay"
+	roleConsume   role = "dsn_consume"
+	roleRefund    role = "dsn_refund"
+	roleReconcile role = "dsn_reconcile"
+	roleRead      role = "dsn_read"
 )
 
 // dsn gives the DSN of a role: its own, otherwise mysql.dsn.

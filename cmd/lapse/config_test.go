@@ -20,6 +20,8 @@ import (
 	"github.com/lapse-orders/lapse/consumer"
 	"github.com/lapse-orders/lapse/internal/api"
 	"github.com/lapse-orders/lapse/internal/ops"
+	"github.com/lapse-orders/lapse/internal/payments"
+	"github.com/lapse-orders/lapse/internal/reconcile"
 	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/orders"
 	"github.com/lapse-orders/lapse/relay"
@@ -89,6 +91,10 @@ func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
 	c := consumer.Config{}.WithDefaults()
 	q := rmq.Config{}.WithDefaults()
 	h := api.Config{}.WithDefaults()
+	g := payments.GateConfig{}.WithDefaults()
+	p := payments.HTTPConfig{}.WithDefaults()
+	w := payments.WorkerConfig{}.WithDefaults()
+	n := reconcile.Config{}.WithDefaults()
 	for _, d := range []struct {
 		key     string
 		is, lib any
@@ -100,6 +106,18 @@ func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
 		{"orders.max_lifetime", cfg.Orders.MaxLifetime, o.MaxLifetime},
 		{"orders.key_retention", cfg.Orders.KeyRetention, o.KeyRetention},
 		{"outbox.retention", cfg.Outbox.Retention, o.OutboxRetention},
+		{"retention.orders", cfg.Retention.Orders, o.Retention.Orders},
+		{"retention.events", cfg.Retention.Events, o.Retention.Events},
+		{"retention.parked", cfg.Retention.Parked, o.Retention.Parked},
+		{"retention.runs", cfg.Retention.Runs, o.Retention.Runs},
+		{"events.source", cfg.Events.Source, relay.EventsConfig{}.WithDefaults().Source},
+		{"relay.lease", cfg.Relay.Lease, relay.EventsConfig{}.WithDefaults().Lease},
+		{"relay.send_timeout", cfg.Relay.SendTimeout, relay.EventsConfig{}.WithDefaults().SendTimeout},
+		{"relay.senders", cfg.Relay.Senders, relay.EventsConfig{}.WithDefaults().Senders},
+		{"relay.poll", cfg.Relay.Poll, relay.EventsConfig{}.WithDefaults().Poll},
+		{"relay.backoff_min", cfg.Relay.BackoffMin, relay.EventsConfig{}.WithDefaults().BackoffMin},
+		{"relay.backoff_max", cfg.Relay.BackoffMax, relay.EventsConfig{}.WithDefaults().BackoffMax},
+		{"relay.pause_max", cfg.Relay.PauseMax, relay.EventsConfig{}.WithDefaults().PauseMax},
 		{"consumer.early_wait", cfg.Consumer.EarlyWait, o.EarlyWait},
 		{"rocketmq.request_timeout", cfg.RocketMQ.RequestTimeout, q.RequestTimeout},
 		{"rocketmq.tls.enabled", cfg.RocketMQ.TLS.Enabled, !q.TLS.Disabled},
@@ -135,6 +153,38 @@ func TestDefaultsAreThoseOfTheLibraries(t *testing.T) {
 		{"consumer.backoff_min", cfg.Consumer.BackoffMin, c.BackoffMin},
 		{"consumer.backoff_max", cfg.Consumer.BackoffMax, c.BackoffMax},
 		{"consumer.give_up_after", cfg.Consumer.GiveUpAfter, c.GiveUpAfter},
+		{"reconcile.schedule", cfg.Reconcile.Schedule, n.Schedule},
+		{"reconcile.timezone", cfg.Reconcile.Timezone, n.Timezone},
+		{"reconcile.grace", cfg.Reconcile.Grace, n.Grace},
+		{"reconcile.max_lag", cfg.Reconcile.MaxLag, n.MaxLag},
+		{"reconcile.on_lag", cfg.Reconcile.OnLag, n.OnLag},
+		{"reconcile.page", cfg.Reconcile.Page, n.Page},
+		{"reconcile.batch", cfg.Reconcile.Batch, n.Batch},
+		{"reconcile.workers", cfg.Reconcile.Workers, n.Workers},
+		{"reconcile.rate", cfg.Reconcile.Rate, n.Rate},
+		{"reconcile.primary_rate", cfg.Reconcile.PrimaryRate, n.PrimaryRate},
+		{"reconcile.max_lock_waits", cfg.Reconcile.MaxLockWaits, n.MaxLockWaits},
+		{"reconcile.pause_lag", cfg.Reconcile.PauseLag, n.PauseLag},
+		{"reconcile.lease", cfg.Reconcile.Lease, n.Lease},
+		{"reconcile.cancel_timeout", cfg.Reconcile.CancelTimeout, n.CancelTimeout},
+		{"reconcile.outbox_age", cfg.Reconcile.OutboxAge, n.OutboxAge},
+		{"reconcile.retry_after", cfg.Reconcile.RetryAfter, n.RetryAfter},
+		{"mysql.io_timeout", cfg.MySQL.IOTimeout, n.ReadTimeout},
+		{"gateway.timeout", cfg.Gateway.Timeout, p.Timeout},
+		{"gateway.concurrency", cfg.Gateway.Concurrency, p.Connections},
+		{"gateway.breaker_failures", cfg.Gateway.BreakerFailures, p.BreakerFailures},
+		{"gateway.breaker_pause", cfg.Gateway.BreakerPause, p.BreakerPause},
+		{"gateway.decide_within", cfg.Gateway.DecideWithin, g.DecideWithin},
+		{"gateway.concurrency", cfg.Gateway.Concurrency, g.Concurrency},
+		{"gateway.hold_min", cfg.Gateway.HoldMin, g.HoldMin},
+		{"gateway.hold_max", cfg.Gateway.HoldMax, g.HoldMax},
+		{"gateway.give_up_after", cfg.Gateway.GiveUpAfter, g.GiveUpAfter},
+		{"refund.batch", cfg.Refund.Batch, w.Batch},
+		{"refund.lease", cfg.Refund.Lease, w.Lease},
+		{"refund.poll", cfg.Refund.Poll, w.Poll},
+		{"refund.backoff_min", cfg.Refund.BackoffMin, w.BackoffMin},
+		{"refund.backoff_max", cfg.Refund.BackoffMax, w.BackoffMax},
+		{"refund.max_attempts", cfg.Refund.MaxAttempts, w.MaxAttempts},
 		{"shutdown.grace", cfg.Shutdown.Grace, c.ShutdownGrace},
 		{"api.max_body", cfg.API.MaxBody, h.MaxBody},
 		{"api.max_in_flight", cfg.API.MaxInFlight, h.MaxInFlight},
@@ -170,10 +220,18 @@ func sample(t *testing.T, k key) (words string, value any) {
 		return "broker:10911", "broker:10911"
 	case strings.HasPrefix(k.name, "http."), k.name == "api.addr":
 		return "127.0.0.1:7", "127.0.0.1:7"
+	case k.name == "orders.policies":
+		return "channel=Web timeout=never", "channel=Web timeout=never"
 	case k.name == "api.tokens":
 		return "shop place,read 0123456789abcdef", "shop place,read 0123456789abcdef"
-	case k.name == "api.payment_secret":
+	case k.name == "api.payment_secret", k.name == "gateway.secret":
 		return "0123456789abcdef", "0123456789abcdef"
+	case k.name == "gateway.url":
+		return "https://shop/pay", "https://shop/pay"
+	case k.name == "reconcile.schedule":
+		return "0 4 * * MON", "0 4 * * MON"
+	case k.name == "reconcile.timezone":
+		return "Asia/Shanghai", "Asia/Shanghai"
 	case len(k.oneOf) > 0:
 		return k.oneOf[len(k.oneOf)-1], k.oneOf[len(k.oneOf)-1]
 	}
@@ -197,13 +255,15 @@ func sample(t *testing.T, k key) (words string, value any) {
 	return "Some-Thing", "Some-Thing" // the case is kept
 }
 
-// partners are the keys that are refused without one another.
+// partners are the keys that are refused without one another; several are separated by blanks.
 var partners = map[string]string{
 	"rocketmq.access_key": "rocketmq.secret_key", "rocketmq.secret_key": "rocketmq.access_key", "rocketmq.secret_key_file": "rocketmq.access_key",
 	"rocketmq.tls.cert_file": "rocketmq.tls.key_file", "rocketmq.tls.key_file": "rocketmq.tls.cert_file",
 	// Their smallest value is too small beside the other's default.
-	"relay.backoff_max": "relay.backoff_min", "relay.lease": "relay.send_timeout",
+	"relay.backoff_max": "relay.backoff_min", "relay.lease": "relay.send_timeout", "retention.orders": "orders.key_retention",
 	"consumer.backoff_max": "consumer.backoff_min", "consumer.invisible": "consumer.cancel_timeout",
+	"gateway.hold_max": "gateway.hold_min", "refund.backoff_max": "refund.backoff_min", "refund.lease": "gateway.timeout", "gateway.timeout": "refund.lease",
+	"gateway.url": "gateway.name gateway.secret",
 }
 
 func TestEveryKeyCanBeSetByFileEnvironmentAndSet(t *testing.T) {
@@ -213,7 +273,7 @@ func TestEveryKeyCanBeSetByFileEnvironmentAndSet(t *testing.T) {
 			t.Parallel()
 			words, want := sample(t, k)
 			given := map[string]string{k.name: words}
-			if other := partners[k.name]; other != "" {
+			for other := range strings.FieldsSeq(partners[k.name]) {
 				given[other], _ = sample(t, theKeys[other])
 			}
 			file := writeYAML(t, given)
@@ -227,7 +287,7 @@ func TestEveryKeyCanBeSetByFileEnvironmentAndSet(t *testing.T) {
 				"environment " + k.env(): {environ: environ},
 				"--set":                  {set: set},
 			}
-			if k.secret || partners[k.name] == "rocketmq.secret_key" {
+			if k.secret || strings.Contains(partners[k.name], "secret") {
 				delete(from, "--set") // refused, see TestSecretsAreRefusedOnTheCommandLine
 			}
 			for origin, src := range from {
@@ -292,6 +352,13 @@ func TestEveryKeyRefusesWhatIsNotAllowed(t *testing.T) {
 			list = []bad{{"broker", "broker"}, {"a:1;b", "a:1;b"}, {":8081", `":8081"`}, {"a:0", `"a:0"`}}
 		case k.name == "rocketmq.admin_endpoint":
 			list = []bad{{"broker", "broker"}, {"a:1;b:1", "a:1;b:1"}, {":10911", `":10911"`}}
+		case k.name == "reconcile.schedule":
+			list = []bad{{"02:30", `"02:30"`}, {"0 30 2 * * *", "0 30 2 * * *"}, {"61 2 * * *", "61 2 * * *"}, {"0 0 31 2 *", "0 0 31 2 *"}}
+		case k.name == "reconcile.timezone":
+			list = []bad{{"Mars/Olympus", "Mars/Olympus"}, {"local", "local"}}
+		}
+		if k.name == "orders.policies" {
+			list = []bad{{"chanel=web timeout=5m", "chanel=web timeout=5m"}, {"timeout=30", "timeout=30"}}
 		}
 		if k.kind == kindText {
 			list = append(list, bad{"", "12"}, bad{"", "true"})
@@ -517,7 +584,7 @@ func TestARoleHasItsOwnDSNOrTheCommonOne(t *testing.T) {
 	t.Parallel()
 	const common, own = "u:p@tcp(db:1)/common", "u:p@tcp(db:1)/own"
 	cfg := mustLoad(t, sources{environ: []string{"LAPSE_MYSQL_DSN=" + common, "LAPSE_MYSQL_DSN_RELAY=" + own}})
-	for r, want := range map[role]string{roleAPI: common, roleMigrate: common, roleRelay: own, roleConsume: common} {
+	for r, want := range map[role]string{roleAPI: common, roleMigrate: common, roleRelay: own, roleRefund: common, roleConsume: common, roleReconcile: common} {
 		if got, err := cfg.dsn(r); got != want || err != nil {
 			t.Errorf("role %s: %q, %v; want %q", r, got, err, want)
 		}
@@ -571,24 +638,39 @@ func TestEveryKeyReachesTheLibrary(t *testing.T) {
 		}
 		set, want[k.name] = append(set, k.name+"="+words), value
 	}
-	for _, name := range []string{"rocketmq.topic", "rocketmq.namespace", "rocketmq.tls.ca_file", "rocketmq.tls.server_name", "rocketmq.tls.cert_file", "rocketmq.tls.key_file", "rocketmq.access_key"} {
+	set = append(set, "orders.policies=method=cash timeout=never")
+	for _, name := range []string{"events.topic", "events.source", "rocketmq.topic", "rocketmq.namespace", "rocketmq.tls.ca_file", "rocketmq.tls.server_name", "rocketmq.tls.cert_file", "rocketmq.tls.key_file", "rocketmq.access_key"} {
 		set, want[name] = append(set, name+"="+name), name
 	}
-	cfg := mustLoad(t, sources{set: append(set, "rocketmq.endpoints=b:1"), environ: []string{"LAPSE_ROCKETMQ_SECRET_KEY=s", "LAPSE_ROCKETMQ_SECURITY_TOKEN=t",
+	for _, name := range []string{"reconcile.schedule", "reconcile.timezone", "reconcile.on_lag"} {
+		words, value := sample(t, theKeys[name])
+		set, want[name] = append(set, name+"="+words), value
+	}
+	for name, value := range map[string]any{"gateway.url": "https://shop/pay", "gateway.name": "bank"} {
+		set, want[name] = append(set, fmt.Sprintf("%s=%s", name, value)), value
+	}
+	want["gateway.secret"], want["orders.close_on_cancel"] = "0123456789abcdef", true // the second is said by the URL
+	cfg := mustLoad(t, sources{set: append(set, "rocketmq.endpoints=b:1"), environ: []string{"LAPSE_GATEWAY_SECRET=0123456789abcdef", "LAPSE_ROCKETMQ_SECRET_KEY=s", "LAPSE_ROCKETMQ_SECURITY_TOKEN=t",
 		"LAPSE_API_TOKENS=shop place,read 0123456789abcdef", "LAPSE_API_PAYMENT_SECRET=0123456789abcdef"}})
 	s := &service{cfg: cfg}
 	want["rocketmq.endpoints"], want["rocketmq.secret_key"], want["rocketmq.security_token"] = "b:1", "s", "t"
 	want["rocketmq.tls.enabled"] = !want["rocketmq.tls.enabled"].(bool) // the field says disabled
 
 	moved := map[string]string{ // fields whose key is not section.field_name
+		"orders.retention.orders": "retention.orders", "orders.retention.events": "retention.events",
+		"orders.retention.parked": "retention.parked", "orders.retention.runs": "retention.runs",
+		"events.lease": "relay.lease", "events.send_timeout": "relay.send_timeout", "events.senders": "relay.senders", "events.poll": "relay.poll",
+		"events.backoff_min": "relay.backoff_min", "events.backoff_max": "relay.backoff_max", "events.pause_max": "relay.pause_max",
 		"relay.topic": "rocketmq.topic", "orders.early_wait": "consumer.early_wait", "orders.outbox_retention": "outbox.retention",
 		"orders.max_open_conns": "mysql.max_open_conns", "orders.dial_timeout": "mysql.dial_timeout", "orders.io_timeout": "mysql.io_timeout",
-		"rocketmq.tls.disabled": "rocketmq.tls.enabled",
+		"gateway.connections": "gateway.concurrency", "rocketmq.tls.disabled": "rocketmq.tls.enabled", "reconcile.read_timeout": "mysql.io_timeout",
 	}
 	without := map[string]string{ // fields without a key
 		"relay.stop_timeout": "part of shutdown.grace", "consumer.shutdown_grace": "part of shutdown.grace",
-		"rocketmq.topic_type": "timed messages need DELAY",
-		"api.stop_timeout":    "part of shutdown.grace", "api.tokens": "compared below", "api.payment_secrets": "compared below",
+		"rocketmq.topic_type": "timed messages need DELAY", "refund.name": "that of the gateway", "refund.stop_timeout": "part of shutdown.grace",
+		"orders.policies": "compared below", "orders.events": "compared below",
+		"events.claim_limit": "a claim is sent as a whole before the next", "events.stop_timeout": "part of shutdown.grace",
+		"api.stop_timeout": "part of shutdown.grace", "api.tokens": "compared below", "api.payment_secrets": "compared below",
 		"api.now": "of the tests",
 	}
 	var walk func(section string, v reflect.Value)
@@ -613,7 +695,18 @@ func TestEveryKeyReachesTheLibrary(t *testing.T) {
 	walk("relay", reflect.ValueOf(s.relayConfig()))
 	walk("consumer", reflect.ValueOf(s.consumerConfig()))
 	walk("orders", reflect.ValueOf(cfg.ordersConfig()))
+	walk("gateway", reflect.ValueOf(s.gatewayConfig()))
+	walk("gateway", reflect.ValueOf(s.gateConfig()))
+	walk("refund", reflect.ValueOf(s.refundConfig()))
+	walk("events", reflect.ValueOf(s.eventsConfig()))
+	if o := cfg.ordersConfig(); !o.Events || !slices.Equal(o.Policies, []orders.Policy{{PaymentMethod: "cash", Never: true}}) {
+		t.Errorf("the store gets the policies %v and events %t", o.Policies, o.Events)
+	}
+	if o := mustLoad(t, sources{}).ordersConfig(); o.Events || len(o.Policies) != 0 {
+		t.Errorf("without a word the store gets the policies %v and events %t", o.Policies, o.Events)
+	}
 	walk("rocketmq", reflect.ValueOf(s.rocketmq()))
+	walk("reconcile", reflect.ValueOf(s.reconcileConfig()))
 	ofAPI, err := s.apiConfig()
 	if err != nil {
 		t.Fatal(err)
@@ -653,7 +746,15 @@ func TestWhatTheCheckTakesTheLibrariesTake(t *testing.T) {
 			consuming.EarlyWait = 0 // the store's own
 			_, consumerErr := consumer.New(store, store, neverReady{}, consuming)
 			_, relayErr := relay.New(store, neverReady{}, s.relayConfig())
-			for _, err := range []error{consumerErr, relayErr} {
+			s.cfg.Gateway.URL, s.cfg.Gateway.Name, s.cfg.Gateway.Secret = "http://shop/pay", "bank", "0123456789abcdef"
+			gateway, gatewayErr := payments.NewHTTP(s.gatewayConfig())
+			_, gateErr := payments.NewGate(store, gateway, s.gateConfig())
+			_, workerErr := payments.NewWorker(store, gateway, s.refundConfig())
+			if err := errors.Join(gatewayErr, gateErr, workerErr); err != nil {
+				t.Errorf("%s=%s passes the check, and then: %v", k.name, words, err)
+			}
+			_, reconcileErr := reconcile.New(store, store, store.DB(), s.reconcileConfig())
+			for _, err := range []error{consumerErr, relayErr, reconcileErr} {
 				if err != nil {
 					t.Errorf("%s=%s passes the check, and then: %v", k.name, words, err)
 				}

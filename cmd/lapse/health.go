@@ -15,10 +15,12 @@ import (
 
 // Default addresses of what the services serve: each its port, so that all run on one host without a word of configuration.
 var defaultAddr = map[string]string{
-	"relay":   "127.0.0.1:9870",
-	"consume": "127.0.0.1:9871",
-	"api":     "127.0.0.1:9872",
-	"all":     "127.0.0.1:9873",
+	"relay":     "127.0.0.1:9870",
+	"consume":   "127.0.0.1:9871",
+	"api":       "127.0.0.1:9872",
+	"all":       "127.0.0.1:9873",
+	"refund":    "127.0.0.1:9875",
+	"reconcile": "127.0.0.1:9874",
 }
 
 // maxAnswer bounds what is read of an answer; ours has some hundred bytes.
@@ -28,7 +30,7 @@ func (a *app) healthCmd() *cobra.Command {
 	var live bool
 	var timeout time.Duration
 	cmd := &cobra.Command{
-		Use:   "health [relay|consume|api|all]",
+		Use:   "health [relay|consume|api|all|refund|reconcile]",
 		Short: "Ask a service on this host whether it can work",
 		Long: `Asks a service on this host whether it can work (/readyz), for container health checks and for a person. It asks
 at http.addr; where that is not set, at the default address of the service that is named.
@@ -39,14 +41,14 @@ that is down, so a liveness probe should use this.`,
 		Example: `  lapse health relay
   lapse health consume --live
   lapse health --http-addr 127.0.0.1:9870 --timeout 1s`,
-		ValidArgs: []string{"relay", "consume", "api", "all"},
+		ValidArgs: []string{"relay", "consume", "api", "all", "refund", "reconcile"},
 		Args: func(cmd *cobra.Command, args []string) error {
 			a.command = pathBelowRoot(cmd)
 			if len(args) > 1 {
 				return usage("unexpected argument %q", args[1])
 			}
 			if len(args) == 1 && defaultAddr[args[0]] == "" {
-				return usage("health of %q: say relay, consume, api or all", args[0])
+				return usage("health of %q: say relay, consume, api, all, refund or reconcile", args[0])
 			}
 			return nil
 		},

@@ -12,6 +12,10 @@ import (
 	"github.com/go-sql-driver/mysql"
 
 	"github.com/lapse-orders/lapse/internal/api"
+	"github.com/lapse-orders/lapse/internal/payments"
+	"github.com/lapse-orders/lapse/internal/reconcile"
+	"github.com/lapse-orders/lapse/internal/sign"
+	"github.com/lapse-orders/lapse/orders"
 )
 
 // kind is what a value is, in the words of an error message.
@@ -30,6 +34,7 @@ type key struct {
 	name     string
 	kind     kind
 	min, max time.Duration // of kindDuration
+	never    bool          // of kindDuration: the word never is allowed, and is 0
 	from, to int64         // of kindInt
 	oneOf    []string      // of kindText; empty: any
 	form     func(string) error
@@ -51,13 +56,17 @@ var keys = slices.Concat(
 	secret("mysql.dsn_migrate", isDSN),
 	secret("mysql.dsn_relay", isDSN),
 	secret("mysql.dsn_consume", isDSN),
+	secret("mysql.dsn_refund", isDSN),
+	secret("mysql.dsn_reconcile", isDSN),
 	secret("mysql.dsn_read", isDSN),
+	secret("mysql.dsn_replica", isDSN),
 	[]key{
 		number("mysql.max_open_conns", 1, 10_000),
 		duration("mysql.dial_timeout", time.Millisecond, 10*time.Minute),
 		duration("mysql.io_timeout", time.Millisecond, day),
 
 		duration("orders.timeout", time.Millisecond, 366*day),
+		text("orders.policies", func(s string) error { _, err := orders.ParsePolicies(s); return refusedAs(err) }),
 		duration("orders.max_lifetime", time.Millisecond, 366*day),
 		duration("orders.key_retention", time.Minute, 366*day),
 
@@ -112,7 +121,55 @@ var keys = slices.Concat(
 		duration("consumer.backoff_max", time.Millisecond, time.Hour),
 		duration("consumer.give_up_after", time.Millisecond, day),
 
+		text("reconcile.schedule", isSchedule),
+		text("reconcile.timezone", isZone),
+		duration("reconcile.grace", time.Millisecond, day),
+		duration("reconcile.max_lag", time.Millisecond, day),
+		word("reconcile.on_lag", reconcile.OnLagFail, reconcile.OnLagPrimary),
+		number("reconcile.page", 1, 1_000_000),
+		number("reconcile.batch", 1, 500),
+		number("reconcile.workers", 1, 64),
+		number("reconcile.rate", 1, 1_000_000),
+		number("reconcile.primary_rate", 1, 1_000_000),
+		number("reconcile.max_lock_waits", 1, 1_000_000),
+		duration("reconcile.pause_lag", time.Millisecond, day),
+		duration("reconcile.lease", time.Second, day),
+		duration("reconcile.cancel_timeout", 100*time.Millisecond, time.Hour),
+		duration("reconcile.outbox_age", time.Second, 366*day),
+		duration("reconcile.retry_after", time.Millisecond, day),
+
+		text("gateway.url", payments.CheckURL),
+		text("gateway.name", isName),
+	},
+	secret("gateway.secret", isSecret),
+	[]key{
+		duration("gateway.timeout", 10*time.Millisecond, time.Minute),
+		duration("gateway.decide_within", 10*time.Millisecond, time.Hour),
+		number("gateway.concurrency", 1, 1024),
+		duration("gateway.hold_min", time.Millisecond, day),
+		duration("gateway.hold_max", time.Millisecond, day),
+		duration("gateway.give_up_after", time.Second, 366*day),
+		number("gateway.breaker_failures", 1, 100_000),
+		duration("gateway.breaker_pause", time.Millisecond, time.Hour),
+
+		number("refund.batch", 1, 500),
+		duration("refund.lease", 4*time.Second, day),
+		duration("refund.poll", time.Millisecond, time.Hour),
+		duration("refund.backoff_min", time.Millisecond, day),
+		duration("refund.backoff_max", time.Millisecond, day),
+		number("refund.max_attempts", 1, 1_000_000),
+
 		duration("outbox.retention", time.Second, 366*day),
+
+		text("events.topic", isName),
+		text("events.source", isName),
+
+		orNever(duration("retention.orders", day, 3660*day)),
+		duration("retention.events", time.Minute, 366*day),
+		duration("retention.parked", day, 3660*day),
+		duration("retention.runs", day, 3660*day),
+		duration("retention.interval", time.Second, day),
+		number("retention.batch", 1, 500),
 
 		duration("shutdown.grace", time.Millisecond, time.Hour),
 
@@ -159,6 +216,10 @@ func number(name string, from, to int64) key {
 func duration(name string, least, most time.Duration) key {
 	return key{name: name, kind: kindDuration, min: least, max: most}
 }
+func orNever(k key) key {
+	k.never = true
+	return k
+}
 func secret(name string, form func(string) error) []key {
 	return []key{
 		{name: name, kind: kindText, secret: true, form: form},
@@ -172,7 +233,11 @@ func (k key) allowed() string {
 	case len(k.oneOf) > 0:
 		return "one of " + strings.Join(k.oneOf, ", ")
 	case k.kind == kindDuration:
-		return fmt.Sprintf("a duration with its unit from %s to %s, such as 500ms, 30s or 5m", short(k.min), short(k.max))
+		or := ""
+		if k.never {
+			or = ", or never"
+		}
+		return fmt.Sprintf("a duration with its unit from %s to %s, such as 500ms, 30s or 5m%s", short(k.min), short(k.max), or)
 	case k.kind == kindInt:
 		return fmt.Sprintf("a whole number from %d to %d", k.from, k.to)
 	}
@@ -200,6 +265,9 @@ func (k key) parse(words string) (any, error) {
 		}
 		return n, nil
 	case kindDuration:
+		if k.never && words == "never" {
+			return time.Duration(0), nil
+		}
 		d, err := time.ParseDuration(words)
 		if _, bare := strconv.ParseFloat(words, 64); bare == nil {
 			return nil, errors.New("is a number without a unit")
@@ -255,6 +323,18 @@ func refusedAs(err error) error {
 		return nil
 	}
 	return fmt.Errorf("is not usable: %w", err)
+}
+
+func isSchedule(s string) error { return refusedAs(reconcile.CheckSchedule(s, "UTC")) }
+
+func isZone(s string) error { return refusedAs(reconcile.CheckSchedule("@daily", s)) }
+
+// isSecret is for what signs our calls; the error does not repeat it.
+func isSecret(s string) error {
+	if len(s) < sign.MinSecret {
+		return fmt.Errorf("has less than %d characters", sign.MinSecret)
+	}
+	return nil
 }
 
 func isName(s string) error {

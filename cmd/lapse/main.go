@@ -8,8 +8,12 @@
 //	lapse relay           # outbox -> broker
 //	lapse consume         # broker -> cancel
 //	lapse api             # orders over HTTP, for shops not written in Go
+//	lapse refund          # gives back what must not stay, through the payment gateway
 //	lapse all             # the three in one process, for small shops
+//	lapse reconcile       # what the messages missed, from a read replica, each night
 //	lapse cancel ORDER --reason '…'
+//	lapse why ORDER       # why it is as it is, and what happened to it
+//	lapse parked list     # what waits for a person; show, retry, discard
 //	lapse doctor          # what is wrong with database, broker, replica, clocks and configuration
 //	lapse health relay    # for container health checks
 //	lapse config          # what is in effect, and where it came from
@@ -46,6 +50,7 @@ import (
 	_ "time/tzdata"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/orders"
@@ -223,7 +228,7 @@ RocketMQ 5; consumers cancel what is due when a message arrives, if it is still 
 	flags.String("log-level", "", "`level` of the log: debug, info, warn, error (key log.level)")
 	flags.String("log-format", "", "`format` of the log: json, text, auto (key log.format)")
 	root.AddCommand(
-		a.migrateCmd(), a.relayCmd(), a.consumeCmd(), a.apiCmd(), a.allCmd(), a.cancelCmd(), a.doctorCmd(), a.healthCmd(), a.demoCmd(), a.benchCmd(), a.configCmd(), a.versionCmd(),
+		a.migrateCmd(), a.relayCmd(), a.consumeCmd(), a.apiCmd(), a.refundCmd(), a.allCmd(), a.reconcileCmd(), a.cancelCmd(), a.whyCmd(), a.parkedCmd(), a.doctorCmd(), a.healthCmd(), a.demoCmd(), a.benchCmd(), a.configCmd(), a.versionCmd(),
 	)
 	return root
 }
@@ -239,6 +244,9 @@ var keysOfFlags = map[string]string{
 	"group":          "rocketmq.group",
 	"shutdown-grace": "shutdown.grace",
 }
+
+// keyOfFlag is the annotation of a flag that sets a key in one command alone, where another command has a flag of that name for itself.
+const keyOfFlag = "key"
 
 // load reads the configuration for a command, with what its flags say, and prints its warnings.
 func (a *app) load(cmd *cobra.Command) (*effective, error) {
@@ -265,6 +273,11 @@ func (a *app) read(cmd *cobra.Command) (*effective, error) {
 			src.flags = append(src.flags, assignment{key: keysOfFlags[flag], words: f.Value.String(), origin: "--" + flag})
 		}
 	}
+	cmd.Flags().Visit(func(f *pflag.Flag) {
+		for _, name := range f.Annotations[keyOfFlag] {
+			src.flags = append(src.flags, assignment{key: name, words: f.Value.String(), origin: "--" + f.Name})
+		}
+	})
 	return load(src)
 }
 

@@ -39,6 +39,8 @@ type parts struct {
 	open func(context.Context) error
 	// stores beside the service's own; closed with it.
 	stores []*orders.Store
+	// pools are other connections to databases; they are closed with the stores.
+	pools []func() error
 }
 
 // serve runs a service from its configuration to its end. The order of the end is what keeps work from being lost or done twice: the loops
@@ -61,6 +63,7 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 	}
 	stuck := false
 	stores := []*orders.Store{s.store}
+	var pools []func() error
 	var w *web
 	defer func() {
 		if w != nil {
@@ -72,6 +75,9 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 		for _, store := range stores {
 			err = errors.Join(err, store.Close())
 		}
+		for _, closePool := range pools {
+			err = errors.Join(err, closePool())
+		}
 		if err == nil {
 			s.log.Info("stopped")
 		}
@@ -80,6 +86,7 @@ func (a *app) serve(cmd *cobra.Command, name string, r role, assemble func(*serv
 	p, err := assemble(s)
 	if p != nil {
 		stores = append(stores, p.stores...)
+		pools = p.pools
 		// Also after an error: a client that was made connects in the background.
 		defer func() {
 			if stuck {
