@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -21,7 +22,7 @@ func (a *app) benchCmd() *cobra.Command {
 		Long: `Measures lapse on MySQL and RocketMQ, against other ways in the same run: what is compared shares machine, servers and
 moment, so that the ratios hold where absolute figures do not. Each measurement has a fresh database, lapse_bench_…,
 made as mysql.dsn_migrate and dropped after it; the run has a topic and groups of its own on the broker, for which it
-needs the broker's remoting address. What the other accounts may do in lapse_bench_… is up to the server
+needs the broker's remoting address; reconcile needs a replica instead. What the other accounts may do in lapse_bench_… is up to the server
 (deploy/mysql/users.sql allows it).
 
 The settings of the servers that decide the figures are printed with them. A figure that misses its aim is no failure
@@ -29,7 +30,8 @@ of the run; a broken invariant is.`,
 		Example: `  scripts/stack up && eval "$(scripts/stack env)"
   lapse bench burst
   lapse bench steady --rate 200 --duration 60s
-  lapse bench place --json >place.json`,
+  lapse bench place --json >place.json
+  lapse bench reconcile`,
 		Args: cobra.ArbitraryArgs,
 		RunE: a.group,
 	}
@@ -72,6 +74,23 @@ the memory of the broker before and after (where it runs on this machine), and t
 			Example: `  lapse bench pending
   lapse bench pending --orders 100000`,
 		}),
+		a.benchOf(trial.Reconciling, 2_000_000, 1, &cobra.Command{
+			Use:   "reconcile",
+			Short: "Cancel what was missed out of millions of orders, with payments going on",
+			Long: `Fills a database with --total orders, on the primary and through its binlog on the replica, and runs reconcile three
+times on --overdue orders each: unthrottled, with the replica following; unthrottled, with the replica stopped once the
+scan is over, as if it ran on a machine of its own; and at --rate. Measured are orders cancelled per second, the memory
+of the process, and the p99 of payments, which go on at --payments a second all the time, against the p99 of payments
+alone before and after each run.
+
+It needs a replica (mysql.dsn_replica) and, in LAPSE_TEST_REPLICA_ADMIN_DSN, an account that may stop and start it.
+Others who read that replica see old data meanwhile. The default takes some 10 minutes, most of it the filling, and 3 GB on the disk
+of each server.`,
+			Example: `  scripts/stack up --with replica && eval "$(scripts/stack env)"
+  lapse bench reconcile
+  lapse bench reconcile --overdue 200000 --total 2000000 --rate 2000 --repeat 3
+  lapse bench reconcile --overdue 5000 --total 50000 --alone 5s --json`,
+		}),
 	)
 	return cmd
 }
@@ -109,18 +128,28 @@ func (a *app) benchOf(run func(context.Context, trial.BenchConfig) (trial.BenchR
 	})
 	flags := cmd.Flags()
 	flags.SortFlags = false
+	reconcile := cmd.Name() == "reconcile"
 	if cmd.Name() == "burst" {
 		flags.IntSliceVar(&bench.OneByOneWorkers, "one-by-one-workers", []int{1, 4, 16, 64}, "`numbers` of workers to choose from; a single one needs no trial")
 		flags.IntSliceVar(&bench.LimitWorkers, "limit-workers", []int{1, 2, 4}, "`numbers` of workers to choose from")
 	}
-	if count > 0 {
+	switch {
+	case reconcile:
+		flags.IntVar(&bench.Orders, "total", count, "`number` of orders in the table")
+		flags.IntVar(&bench.Overdue, "overdue", count/10, "`number` of orders that each run of reconcile has to cancel")
+		flags.Float64Var(&bench.Rate, "rate", 2000, "orders a `second` of the run that is limited")
+		flags.Float64Var(&bench.Payments, "payments", 50, "payments a `second`")
+		flags.DurationVar(&bench.Duration, "alone", 15*time.Second, "`time` of payments alone, before and after each run")
+	case count > 0:
 		flags.IntVar(&bench.Orders, "orders", count, "`number` of orders of one measurement")
-	} else {
+	default:
 		flags.Float64Var(&bench.Rate, "rate", 200, "orders a `second`")
 		flags.DurationVar(&bench.Duration, "duration", time.Minute, "`time` of one repetition")
 	}
 	flags.IntVar(&bench.Repeat, "repeat", repeat, "`number` of repetitions; the median counts")
-	flags.StringVar(&bench.BrokerAdmin, "broker-admin", "", "remoting `address` of the broker, host:port; default: $LAPSE_TEST_BROKER_ADMIN")
+	if !reconcile {
+		flags.StringVar(&bench.BrokerAdmin, "broker-admin", "", "remoting `address` of the broker, host:port; default: $LAPSE_TEST_BROKER_ADMIN")
+	}
 	flags.BoolVar(&asJSON, "json", false, "print one JSON object on stdout, and the progress on stderr")
 	return cmd
 }
@@ -137,6 +166,14 @@ func (a *app) benchConfig(cmd *cobra.Command, bench *trial.BenchConfig) error {
 	bench.DSN = cfg.MySQL.DSN
 	bench.DSNMigrate, bench.DSNRelay = cmp.Or(cfg.MySQL.DSNMigrate, cfg.MySQL.DSN), cmp.Or(cfg.MySQL.DSNRelay, cfg.MySQL.DSN)
 	bench.DSNConsume, bench.DSNRead = cmp.Or(cfg.MySQL.DSNConsume, cfg.MySQL.DSN), cmp.Or(cfg.MySQL.DSNRead, cfg.MySQL.DSN)
+	bench.DSNReconcile, bench.DSNReplica = cmp.Or(cfg.MySQL.DSNReconcile, cfg.MySQL.DSN), cfg.MySQL.DSNReplica
+	// From the environment alone: every user of the machine can read a flag.
+	bench.DSNReplicaAdmin = a.getenv("LAPSE_TEST_REPLICA_ADMIN_DSN")
+	bench.Reconcile = []trial.Setting{
+		{Name: "lapse reconcile.batch", Value: strconv.Itoa(cfg.Reconcile.Batch)},
+		{Name: "lapse reconcile.workers", Value: strconv.Itoa(cfg.Reconcile.Workers)},
+		{Name: "lapse reconcile.page", Value: strconv.Itoa(cfg.Reconcile.Page)},
+	}
 	bench.RocketMQ = (&service{cfg: cfg}).rocketmq()
 	bench.RocketMQ.Registerer = nil
 	bench.BrokerAdmin = cmp.Or(bench.BrokerAdmin, a.getenv("LAPSE_TEST_BROKER_ADMIN"))

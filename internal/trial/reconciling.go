@@ -19,17 +19,18 @@ import (
 // Reconciling measures how fast reconcile cancels, what memory it takes, and what payments feel of it: the binary itself, on a filled database and
 // a real replica, in three ways in the same database. Between them payments go on alone, to compare with. Errors are those of [Demo].
 func Reconciling(ctx context.Context, cfg BenchConfig) (BenchReport, error) {
-	f := filling{total: cfg.Orders, overdue: cfg.Overdue, waiting: cfg.Overdue/4 + 1000, ways: len(reconcileWays)}
-	least := f.ways*f.overdue + f.waiting
 	switch {
-	case cfg.Overdue < 100 || cfg.Overdue > 1_000_000:
-		return BenchReport{}, fmt.Errorf("%w: overdue is %d; allowed are 100 to 1000000", ErrUsage, cfg.Overdue)
-	case cfg.Orders < least:
-		return BenchReport{}, fmt.Errorf("%w: total is %d; with %d overdue orders for each of %d measurements and %d that are paid meanwhile it is at least %d", ErrUsage, cfg.Orders, cfg.Overdue, f.ways, f.waiting, least)
 	case !(cfg.Payments > 0 && cfg.Payments <= 1000): // NaN, too, is refused
 		return BenchReport{}, fmt.Errorf("%w: payments are %g a second; allowed is more than 0, up to 1000", ErrUsage, cfg.Payments)
+	case cfg.Overdue < 100 || cfg.Overdue > 1_000_000:
+		return BenchReport{}, fmt.Errorf("%w: overdue is %d; allowed are 100 to 1000000", ErrUsage, cfg.Overdue)
 	case cfg.Rate < 1:
 		return BenchReport{}, fmt.Errorf("%w: rate is %g; allowed are 1 to 10000", ErrUsage, cfg.Rate)
+	}
+	f := filling{total: cfg.Orders, overdue: cfg.Overdue, ways: len(reconcileWays)}
+	f.waiting = int(cfg.Payments * (payFor.Seconds() + float64(f.ways*f.overdue)/slowest))
+	if least := f.ways*f.overdue + f.waiting; f.total < least {
+		return BenchReport{}, fmt.Errorf("%w: total is %d; with %d overdue orders for each of %d measurements and %d that are paid meanwhile it is at least %d", ErrUsage, cfg.Orders, cfg.Overdue, f.ways, f.waiting, least)
 	}
 	cfg.noBroker = true
 	if cfg.DSNReplica == "" || cfg.DSNReplicaAdmin == "" {
@@ -62,6 +63,9 @@ var reconcileWays = []reconcileWay{
 }
 
 const (
+	// The orders that wait for their payment last for payFor, and for as long as reconcile takes at slowest orders a second.
+	payFor  = 3 * time.Minute
+	slowest = 500
 	// unlimited is the highest reconcile.rate.
 	unlimited = 1_000_000
 	// onePage holds all orders of a way, so that a scan is over before the first cancel.
