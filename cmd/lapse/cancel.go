@@ -88,6 +88,7 @@ func (e *effective) ordersConfig() orders.Config {
 		Timeout:         e.Orders.Timeout,
 		MaxLifetime:     e.Orders.MaxLifetime,
 		EarlyWait:       e.Consumer.EarlyWait,
+		CloseOnCancel:   e.Gateway.URL != "",
 		OutboxRetention: e.Outbox.Retention,
 		KeyRetention:    e.Orders.KeyRetention,
 		MaxOpenConns:    e.MySQL.MaxOpenConns,

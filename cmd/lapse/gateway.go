@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/lapse-orders/lapse/internal/payments"
 	"github.com/lapse-orders/lapse/orders"
 )
 
@@ -16,5 +17,44 @@ type canceller interface {
 
 // canceller gives what this service cancels through, working on its own store.
 func (s *service) canceller() (canceller, error) {
-	return s.store, nil
+	if s.cfg.Gateway.URL == "" {
+		return s.store, nil
+	}
+	gateway, err := payments.NewHTTP(s.gatewayConfig())
+	if err != nil {
+		return nil, err
+	}
+	gate, err := payments.NewGate(s.store, gateway, s.gateConfig())
+	if err != nil {
+		return nil, err
+	}
+	s.log.Info("the payment gateway is asked before a cancel", "gateway", s.cfg.Gateway.Name, "url", s.cfg.Gateway.URL)
+	return gate, nil
+}
+
+func (s *service) gatewayConfig() payments.HTTPConfig {
+	c := s.cfg.Gateway
+	return payments.HTTPConfig{
+		URL:             c.URL,
+		Secret:          c.Secret,
+		Timeout:         c.Timeout,
+		BreakerFailures: c.BreakerFailures,
+		BreakerPause:    c.BreakerPause,
+		Connections:     c.Concurrency,
+		Registerer:      s.reg,
+	}
+}
+
+func (s *service) gateConfig() payments.GateConfig {
+	c := s.cfg.Gateway
+	return payments.GateConfig{
+		Name:         c.Name,
+		DecideWithin: c.DecideWithin,
+		Concurrency:  c.Concurrency,
+		HoldMin:      c.HoldMin,
+		HoldMax:      c.HoldMax,
+		GiveUpAfter:  c.GiveUpAfter,
+		Logger:       s.log,
+		Registerer:   s.reg,
+	}
 }
