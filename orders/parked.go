@@ -316,7 +316,7 @@ func (s *Store) RetryParked(ctx context.Context, id int64, actor string) (Retry,
 			detail["payment"] = p.Ref
 			r.Refund, tell, err = t.retryPayment(ctx, p)
 		default:
-			err = fmt.Errorf("this build does not know what a %q is: %w", p.What, ErrCannotRetry)
+			err = fmt.Errorf("%w: this build does not know what a %q is", ErrCannotRetry, p.What)
 		}
 		if err != nil {
 			return err
@@ -355,25 +355,25 @@ func (t *txn) handle(ctx context.Context, p *ParkedRow, state, actor, reason str
 func (t *txn) retryOrder(ctx context.Context, p ParkedRow) ([]RetriedOrder, []int64, error) {
 	id, err := ParseID(p.Ref)
 	if err != nil {
-		return nil, nil, fmt.Errorf("%q is no id of an order; discard it: %w", clip(p.Ref, maxName), ErrCannotRetry)
+		return nil, nil, fmt.Errorf("%w: %q is no id of an order; discard it", ErrCannotRetry, clip(p.Ref, maxName))
 	}
 	done, tell, err := t.resend(ctx, []int64{id})
 	if err == nil && done[0].Result == RetryNotFound {
-		return nil, nil, fmt.Errorf("there is no order %d; discard it: %w", id, ErrCannotRetry)
+		return nil, nil, fmt.Errorf("%w: there is no order %d; discard it", ErrCannotRetry, id)
 	}
 	return done, tell, err
 }
 
 func (t *txn) retryMessage(ctx context.Context, p ParkedRow) ([]RetriedOrder, []int64, error) {
 	if len(p.Body) == 0 {
-		return nil, nil, fmt.Errorf("the message has no body, so its orders are not known; discard it: %w", ErrCannotRetry)
+		return nil, nil, fmt.Errorf("%w: the message has no body, so its orders are not known; discard it", ErrCannotRetry)
 	}
 	ids, foreign, err := ordersOf(p.Body)
 	if errors.Is(err, ErrNewerVersion) {
-		return nil, nil, fmt.Errorf("%w; retry it with the lapse of that version: %w", err, ErrCannotRetry)
+		return nil, nil, fmt.Errorf("%w: %w; retry it with the lapse of that version", ErrCannotRetry, err)
 	}
 	if err != nil {
-		return nil, nil, fmt.Errorf("the message cannot be read (%w), so its orders are not known; discard it: %w", err, ErrCannotRetry)
+		return nil, nil, fmt.Errorf("%w: the message cannot be read (%w), so its orders are not known; discard it", ErrCannotRetry, err)
 	}
 	done, tell, err := t.resend(ctx, ids)
 	if err != nil {
@@ -383,7 +383,7 @@ func (t *txn) retryMessage(ctx context.Context, p ParkedRow) ([]RetriedOrder, []
 		done = append(done, RetriedOrder{ID: text, Result: RetryNotFound})
 	}
 	if !slices.ContainsFunc(done, func(o RetriedOrder) bool { return o.Result != RetryNotFound }) {
-		return nil, nil, fmt.Errorf("none of the %d orders in the message exists; discard it: %w", len(done), ErrCannotRetry)
+		return nil, nil, fmt.Errorf("%w: none of the %d orders in the message exists; discard it", ErrCannotRetry, len(done))
 	}
 	return done, tell, nil
 }
@@ -407,7 +407,7 @@ func (t *txn) resend(ctx context.Context, ids []int64) (done []RetriedOrder, aga
 			case o.status == Paid, o.status == Cancelled:
 				result = RetryFinal
 			case o.status != Unpaid:
-				return nil, nil, fmt.Errorf("order %d is in state %q, which this build does not know; retry it with the lapse that does: %w", id, o.status, ErrCannotRetry)
+				return nil, nil, fmt.Errorf("%w: order %d is in state %q, which this build does not know; retry it with the lapse that does", ErrCannotRetry, id, o.status)
 			case !o.deadline.valid:
 				result = RetryExempt
 			default:
@@ -440,10 +440,10 @@ func (t *txn) retryPayment(ctx context.Context, p ParkedRow) (refund bool, tell 
 	const look = "look at the transaction in the gateway's own records, set right what is wrong there, and discard it with what was decided"
 	switch state {
 	case "":
-		return false, nil, fmt.Errorf("no refund of %q was given up; %s: %w", clip(p.Ref, maxRef), look, ErrCannotRetry)
+		return false, nil, fmt.Errorf("%w: no refund of %q was given up; %s", ErrCannotRetry, clip(p.Ref, maxRef), look)
 	case "given_up":
 	default:
-		return false, nil, fmt.Errorf("the refund of %q is %s, not given up; %s: %w", clip(p.Ref, maxRef), state, look, ErrCannotRetry)
+		return false, nil, fmt.Errorf("%w: the refund of %q is %s, not given up; %s", ErrCannotRetry, clip(p.Ref, maxRef), state, look)
 	}
 	n, err := t.exec(ctx, `UPDATE refunds SET state = 'pending', attempts = 0, available_at = ?, lease_token = NULL
 		WHERE gateway = ? AND transaction_id = ? AND state = 'given_up'`, at(t.now), gateway, transaction)

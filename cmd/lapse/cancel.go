@@ -29,12 +29,7 @@ is never cancelled.`,
 			if strings.TrimSpace(reason) == "" {
 				return usage("cancel needs --reason: it stays with the order, for whoever asks later")
 			}
-			if actor == "" {
-				actor = "cli"
-				if user := strings.TrimSpace(a.getenv("USER")); user != "" {
-					actor = "cli:" + user
-				}
-			}
+			actor = a.actor(actor)
 			cfg, err := a.load(cmd)
 			if err != nil {
 				return err
@@ -70,6 +65,17 @@ is never cancelled.`,
 	return cmd
 }
 
+// actor is who acts, as it stands in the stories of orders: as was said, or the user of the command line.
+func (a *app) actor(said string) string {
+	if said != "" {
+		return said
+	}
+	if user := strings.TrimSpace(a.getenv("USER")); user != "" {
+		return "cli:" + user
+	}
+	return "cli"
+}
+
 // open makes the store of a role. It dials nothing.
 func (a *app) open(cfg *effective, r role) (*orders.Store, error) {
 	dsn, err := cfg.dsn(r)
@@ -86,11 +92,14 @@ func (a *app) open(cfg *effective, r role) (*orders.Store, error) {
 func (e *effective) ordersConfig() orders.Config {
 	return orders.Config{
 		Timeout:         e.Orders.Timeout,
+		Policies:        e.policies,
 		MaxLifetime:     e.Orders.MaxLifetime,
 		EarlyWait:       e.Consumer.EarlyWait,
 		CloseOnCancel:   e.Gateway.URL != "",
 		OutboxRetention: e.Outbox.Retention,
 		KeyRetention:    e.Orders.KeyRetention,
+		Events:          e.Events.Topic != "",
+		Retention:       orders.Retention{Orders: e.Retention.Orders, Events: e.Retention.Events, Parked: e.Retention.Parked, Runs: e.Retention.Runs},
 		MaxOpenConns:    e.MySQL.MaxOpenConns,
 		DialTimeout:     e.MySQL.DialTimeout,
 		IOTimeout:       e.MySQL.IOTimeout,

@@ -141,7 +141,7 @@ func (t *teller) told(e orders.Event) string {
 		return text
 	case orders.EventCancelled:
 		if reason := e.Text("reason"); reason != orders.ReasonTimeout {
-			return fmt.Sprintf("cancelled by hand: %q; the stock is released", reason)
+			return fmt.Sprintf("cancelled by hand: \"%s\"; the stock is released", reason)
 		}
 		by := "its timed message, which had come by then"
 		if _, is := t.last(orders.EventReconciled); is {
@@ -177,16 +177,16 @@ func (t *teller) told(e orders.Event) string {
 	case orders.EventHeld:
 		return fmt.Sprintf("due, and held until %s, because %s", instantText(e.Text("until")), e.Text("reason"))
 	case orders.EventGateway:
-		return fmt.Sprintf("the gateway answered %q to %q, at attempt %s", e.Text("answer"), e.Text("call"), e.Text("attempts"))
+		return fmt.Sprintf("the gateway answered \"%s\" to \"%s\", at attempt %s", e.Text("answer"), e.Text("call"), e.Text("attempts"))
 	case orders.EventParked:
 		if id := e.Text("message_id"); id != "" {
 			return fmt.Sprintf("the timed message %s with it was parked: %s", id, e.Text("reason"))
 		}
 		return "parked: " + e.Text("reason")
 	case orders.EventRetried:
-		return fmt.Sprintf("parked %s was given back to the normal path; it had been parked because %s", e.Text("parked"), e.Text("reason"))
+		return fmt.Sprintf("parked %s was given back to the normal path", e.Text("parked"))
 	case orders.EventDiscarded:
-		return fmt.Sprintf("parked %s was discarded: %q", e.Text("parked"), e.Text("reason"))
+		return fmt.Sprintf("parked %s was discarded: \"%s\"", e.Text("parked"), e.Text("reason"))
 	case orders.EventReconciled:
 		return fmt.Sprintf("run %s of reconcile found it overdue: %s", e.Text("run"), e.Text("because"))
 	}
@@ -258,7 +258,7 @@ func (t *teller) addParked(add adder) {
 		}
 		switch {
 		case p.HandledReason != "" && !told(orders.EventDiscarded, *p.HandledAt):
-			add(*p.HandledAt, orders.EventDiscarded, p.HandledBy, "parked %d was discarded: %q", p.ID, p.HandledReason)
+			add(*p.HandledAt, orders.EventDiscarded, p.HandledBy, "parked %d was discarded: \"%s\"", p.ID, p.HandledReason)
 		case p.HandledReason == "" && !told(orders.EventRetried, *p.HandledAt):
 			add(*p.HandledAt, orders.EventRetried, p.HandledBy, "parked %d was retried; the order was left as it is", p.ID)
 		}

@@ -150,7 +150,7 @@ func Tell(s orders.Story) Answer {
 	case s.Order.Status == orders.Cancelled:
 		v = t.cancelled()
 	case s.Order.Status != orders.Unpaid:
-		v = verdict{UnknownState, fmt.Sprintf("It is in state %q, which this build does not know", s.Order.Status), "ask the lapse that wrote it"}
+		v = verdict{UnknownState, fmt.Sprintf("It is in state \"%s\", which this build does not know", s.Order.Status), "ask the lapse that wrote it"}
 	default:
 		v = t.unpaid()
 	}
@@ -243,7 +243,7 @@ func (t *teller) cancelled() verdict {
 		if told {
 			who = " by " + e.Actor
 		}
-		return verdict{CancelledByHand, fmt.Sprintf("Cancelled by hand%s%s%s: %q", on(o.CancelledAt), who, distance, o.CancelReason), ""}
+		return verdict{CancelledByHand, fmt.Sprintf("Cancelled by hand%s%s%s: \"%s\"", on(o.CancelledAt), who, distance, o.CancelReason), ""}
 	}
 	if r, is := t.last(orders.EventReconciled); is {
 		missed := r.Text("because")
@@ -340,7 +340,7 @@ func (t *teller) overdue(late time.Duration) verdict {
 		return verdict{OutboxMissing, says("its outbox row is missing, so no timed message comes"), nextMissing + nextReconcile}
 	case out.State == "parked":
 		if p, is := t.parked(orders.ParkedOrder, orders.StateDiscarded); is {
-			return verdict{Discarded, says("its timed message cannot be sent, because %s, and %s discarded it%s: %q", out.LastError, p.HandledBy, on(p.HandledAt), p.HandledReason), nextReconcile}
+			return verdict{Discarded, says("its timed message cannot be sent, because %s, and %s discarded it%s: \"%s\"", out.LastError, p.HandledBy, on(p.HandledAt), p.HandledReason), nextReconcile}
 		}
 		return verdict{Parked, says("its timed message cannot be sent, because %s", out.LastError), nextReconcile}
 	case out.State == "pending":
@@ -357,7 +357,7 @@ func (t *teller) overdue(late time.Duration) verdict {
 		return verdict{Due, says("its timed message is on its way"), ""}
 	}
 	if p, is := t.parked(orders.ParkedMessage, orders.StateDiscarded); is && out.MessageID == p.Ref {
-		return verdict{Discarded, says("the timed message %s with it was parked, because %s, and %s discarded it%s: %q", p.Ref, p.Reason, p.HandledBy, on(p.HandledAt), p.HandledReason), nextReconcile}
+		return verdict{Discarded, says("the timed message %s with it was parked, because %s, and %s discarded it%s: \"%s\"", p.Ref, p.Reason, p.HandledBy, on(p.HandledAt), p.HandledReason), nextReconcile}
 	}
 	return verdict{NotReceived, says("%s", t.notReceived()), nextDoctor + nextReconcile}
 }
