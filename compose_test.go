@@ -22,7 +22,7 @@ import (
 // composeProject loads docker-compose.yml as Docker Compose does, with nothing but the example of .env.
 func composeProject(t *testing.T) *types.Project {
 	t.Helper()
-	options, err := cli.NewProjectOptions([]string{"docker-compose.yml"}, cli.WithEnvFiles(".env.example"), cli.WithDotEnv, cli.WithResolvedPaths(true))
+	options, err := cli.NewProjectOptions([]string{"docker-compose.yml"}, cli.WithEnvFiles(".env.example"), cli.WithDotEnv, cli.WithResolvedPaths(true), cli.WithProfiles([]string{"*"}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -181,7 +181,7 @@ func TestEveryServiceOfTheComposeFileIsSafeToRun(t *testing.T) {
 	for _, fault := range composeFaults(p, shutdownGrace(t)) {
 		t.Error(fault)
 	}
-	for _, name := range []string{"mysql", "mysql-replica", "namesrv", "broker", "proxy", "topics", "migrate", "api", "relay", "consumer"} {
+	for _, name := range []string{"mysql", "mysql-replica", "namesrv", "broker", "proxy", "topics", "migrate", "api", "relay", "consumer", "refund"} {
 		if _, ok := p.Services[name]; !ok {
 			t.Errorf("there is no service %s", name)
 		}

@@ -32,6 +32,12 @@ ALTER USER 'lapse_consume'@'%' IDENTIFIED BY '@CONSUME_PASSWORD@';
 GRANT SELECT, INSERT, UPDATE ON `lapse`.* TO 'lapse_consume'@'%';
 GRANT SELECT, INSERT, UPDATE ON `lapse\_%`.* TO 'lapse_consume'@'%';
 
+-- Refunds: marks them, ends tasks for the gateway (they are deleted), records what the gateway reports, parks.
+CREATE USER IF NOT EXISTS 'lapse_refund'@'%' IDENTIFIED BY '@REFUND_PASSWORD@';
+ALTER USER 'lapse_refund'@'%' IDENTIFIED BY '@REFUND_PASSWORD@';
+GRANT SELECT, INSERT, UPDATE, DELETE ON `lapse`.* TO 'lapse_refund'@'%';
+GRANT SELECT, INSERT, UPDATE, DELETE ON `lapse\_%`.* TO 'lapse_refund'@'%';
+
 -- Reconcile on the primary: cancels, releases stock, parks, and keeps its runs.
 CREATE USER IF NOT EXISTS 'lapse_reconcile'@'%' IDENTIFIED BY '@RECONCILE_PASSWORD@';
 ALTER USER 'lapse_reconcile'@'%' IDENTIFIED BY '@RECONCILE_PASSWORD@';

@@ -81,7 +81,7 @@ compose() {
     local port=PORT_$v
     export "LAPSE_STACK_${v}_PORT=${!port}"
   done
-  for v in ROOT MIGRATE API RELAY CONSUME RECONCILE READ REPLICATION; do
+  for v in ROOT MIGRATE API RELAY CONSUME REFUND RECONCILE READ REPLICATION; do
     local name=${v}_PASSWORD
     export "$name=${!name:-none}"
   done

@@ -92,7 +92,7 @@ sql() {
 # fill_in FILE: prints a file of deploy/mysql with the passwords in their places.
 fill_in() {
   sed -e "s/@MIGRATE_PASSWORD@/$MIGRATE_PASSWORD/g" -e "s/@API_PASSWORD@/$API_PASSWORD/g" -e "s/@RELAY_PASSWORD@/$RELAY_PASSWORD/g" \
-    -e "s/@CONSUME_PASSWORD@/$CONSUME_PASSWORD/g" -e "s/@RECONCILE_PASSWORD@/$RECONCILE_PASSWORD/g" -e "s/@READ_PASSWORD@/$READ_PASSWORD/g" \
+    -e "s/@CONSUME_PASSWORD@/$CONSUME_PASSWORD/g" -e "s/@REFUND_PASSWORD@/$REFUND_PASSWORD/g" -e "s/@RECONCILE_PASSWORD@/$RECONCILE_PASSWORD/g" -e "s/@READ_PASSWORD@/$READ_PASSWORD/g" \
     -e "s/@REPLICATION_PASSWORD@/$REPLICATION_PASSWORD/g" "$ROOT/deploy/mysql/$1"
 }
 
