@@ -14,6 +14,9 @@ type Stats struct {
 	OutboxPending int64
 	// OutboxOldest is how long the pending row that could be sent first has been waiting for it; 0 where none waits.
 	OutboxOldest time.Duration
+	// EventsPending and EventsOldest are the same of the outbox of events.
+	EventsPending int64
+	EventsOldest  time.Duration
 	// Overdue is the number of unpaid orders past their deadline by more than a second and not held. Above zero for long means that
 	// cancels are missed.
 	Overdue int64
@@ -34,6 +37,12 @@ func (s *Store) Stats(ctx context.Context) (Stats, error) {
 		return Stats{}, fmt.Errorf("read outbox size: %w", err)
 	}
 	st.OutboxOldest = time.Duration(max(oldest.Int64, 0)) * time.Microsecond
+	err = s.db.QueryRowContext(ctx, "SELECT COUNT(*), TIMESTAMPDIFF(MICROSECOND, MIN(available_at), UTC_TIMESTAMP(3)) FROM event_outbox FORCE INDEX (event_outbox_to_do) WHERE state = 'pending'").
+		Scan(&st.EventsPending, &oldest)
+	if err != nil {
+		return Stats{}, fmt.Errorf("read size of the outbox of events: %w", err)
+	}
+	st.EventsOldest = time.Duration(max(oldest.Int64, 0)) * time.Microsecond
 	err = s.db.QueryRowContext(ctx, `SELECT COUNT(*) FROM orders FORCE INDEX (orders_by_deadline) WHERE status = 'unpaid'
 		AND deadline_at < UTC_TIMESTAMP(3) - INTERVAL 1 SECOND AND (hold_until IS NULL OR hold_until < UTC_TIMESTAMP(3))`).Scan(&st.Overdue)
 	if err != nil {

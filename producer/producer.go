@@ -28,12 +28,23 @@ type (
 	Extension = orders.Extension
 	// Outcome is what became of an order in a cancel.
 	Outcome = orders.Outcome
+	// Policy says how long the orders of a channel and a payment method may stay unpaid.
+	Policy = orders.Policy
 )
+
+// ParsePolicies reads policies from text, in the form of the key orders.policies: one a line, or separated by semicolons.
+func ParsePolicies(text string) ([]Policy, error) { return orders.ParsePolicies(text) }
 
 // Config has the settings of a [Client]. The zero value of each field means its default.
 type Config struct {
 	// Timeout is the time from placing to the deadline, for orders that name none. Default 30 minutes.
 	Timeout time.Duration
+	// Policies give other timeouts, or none, to orders of some channels and payment methods; the first that fits holds.
+	// [ParsePolicies] reads them from text. Default: none.
+	Policies []Policy
+	// Events makes every change of an order's state also write an event, which a relay with events.topic sends (docs/events.md). It
+	// has to be on in every process that works on orders, or in none. Default false.
+	Events bool
 	// MaxLifetime caps every deadline, also an extended one, at this long after placing. Default 7 days.
 	MaxLifetime time.Duration
 	// MaxOpenConns bounds the pool that [Open] makes. Default 16.
@@ -77,7 +88,7 @@ func New(db *gorm.DB, cfg Config) (*Client, error) {
 }
 
 func (c Config) orders() orders.Config {
-	return orders.Config{Timeout: c.Timeout, MaxLifetime: c.MaxLifetime, MaxOpenConns: c.MaxOpenConns}
+	return orders.Config{Timeout: c.Timeout, Policies: c.Policies, Events: c.Events, MaxLifetime: c.MaxLifetime, MaxOpenConns: c.MaxOpenConns}
 }
 
 func newClient(store *orders.Store, registerer prometheus.Registerer) (*Client, error) {

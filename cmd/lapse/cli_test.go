@@ -450,7 +450,7 @@ func TestFiguresOfADatabaseThatCannotBeAskedAreNotShown(t *testing.T) {
 	counters := map[string]float64{"lapse_transaction_retries_total": 3, "lapse_stock_missing_total": 0, "lapse_parked_total": 0, "lapse_database_sample_errors_total": 0}
 	expect("before the first sample", counters)
 	s.sample(t.Context())
-	fresh := map[string]float64{"lapse_orders_overdue": 7, "lapse_outbox_pending_rows": 0, "lapse_outbox_oldest_seconds": 0, "lapse_parked_rows": 0, "lapse_database_sample_timestamp_seconds": float64(now.Unix())}
+	fresh := map[string]float64{"lapse_orders_overdue": 7, "lapse_outbox_pending_rows": 0, "lapse_outbox_oldest_seconds": 0, "lapse_events_pending_rows": 0, "lapse_events_oldest_seconds": 0, "lapse_parked_rows": 0, "lapse_database_sample_timestamp_seconds": float64(now.Unix())}
 	for name, v := range counters {
 		fresh[name] = v
 	}

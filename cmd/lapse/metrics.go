@@ -101,6 +101,8 @@ func (s *sampler) sample(ctx context.Context) {
 var (
 	descOutbox    = prometheus.NewDesc("lapse_outbox_pending_rows", "Outbox rows that still have to be sent.", nil, nil)
 	descOldest    = prometheus.NewDesc("lapse_outbox_oldest_seconds", "How long the pending outbox row that could be sent first has been waiting; 0: none waits.", nil, nil)
+	descEvents    = prometheus.NewDesc("lapse_events_pending_rows", "Events of orders that still have to be sent.", nil, nil)
+	descEventAge  = prometheus.NewDesc("lapse_events_oldest_seconds", "How long the event that could be sent first has been waiting; 0: none waits.", nil, nil)
 	descOverdue   = prometheus.NewDesc("lapse_orders_overdue", "Unpaid orders past their deadline by more than a second, and not held.", nil, nil)
 	descParked    = prometheus.NewDesc("lapse_parked_rows", "Messages, orders and payments set aside that nobody has dealt with.", nil, nil)
 	descHistory   = prometheus.NewDesc("lapse_innodb_history_list_length", "Length of InnoDB's history list; absent where the account lacks the PROCESS right. It grows while an old snapshot is kept open, and each claim gets slower with it.", nil, nil)
@@ -113,7 +115,7 @@ var (
 
 // Describe implements prometheus.Collector.
 func (s *sampler) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descOutbox, descOldest, descOverdue, descParked, descHistory, descSampled, descUnsampled, descRetries, descMissing, descStored} {
+	for _, d := range []*prometheus.Desc{descOutbox, descOldest, descEvents, descEventAge, descOverdue, descParked, descHistory, descSampled, descUnsampled, descRetries, descMissing, descStored} {
 		ch <- d
 	}
 }
@@ -142,6 +144,8 @@ func (s *sampler) Collect(ch chan<- prometheus.Metric) {
 	}
 	gauge(descOutbox, float64(last.OutboxPending))
 	gauge(descOldest, last.OutboxOldest.Seconds())
+	gauge(descEvents, float64(last.EventsPending))
+	gauge(descEventAge, last.EventsOldest.Seconds())
 	gauge(descOverdue, float64(last.Overdue))
 	gauge(descParked, float64(last.Parked))
 	if last.HistoryList >= 0 {

@@ -14,7 +14,8 @@ func (a *app) relayCmd() *cobra.Command {
 		Use:   "relay",
 		Short: "Turn outbox rows into timed messages, until told to stop",
 		Long: `Turns the outbox rows that checkout commits with its orders into timed messages of RocketMQ. It runs until SIGTERM or
-SIGINT. Several relays may run; they share the rows. Database, tables, broker and topic may come up after it: it
+SIGINT. Several relays may run; they share the rows. With events.topic it also sends what changes with orders, and it
+deletes what retention.* says may go. Database, tables, broker and topic may come up after it: it
 waits, and /readyz names what is missing.
 
 It works on the database as mysql.dsn_relay; without it, as mysql.dsn.`,
@@ -41,12 +42,48 @@ func assembleRelay(s *service) (*parts, error) {
 	if err != nil {
 		return p, err
 	}
-	p.run = []func(context.Context) error{r.Run, s.purgeKeys}
+	retention, err := newRetention(s)
+	if err != nil {
+		return p, err
+	}
+	p.run = []func(context.Context) error{r.Run, s.purgeKeys, retention.run}
 	p.checks = []check{
 		{name: checkBroker, ready: func(context.Context) error { return sender.Ready() }},
 		{name: "relay", ready: func(context.Context) error { return r.Ready() }, loop: true},
 	}
+	if s.cfg.Events.Topic == "" {
+		return p, nil
+	}
+	eventSender, err := relay.OpenEventSender(s.rocketmq(), s.cfg.Events.Topic)
+	if err != nil {
+		return p, err
+	}
+	p.close = append(p.close, eventSender.Close)
+	events, err := relay.NewEvents(s.store, eventSender, s.eventsConfig())
+	if err != nil {
+		return p, err
+	}
+	p.run = append(p.run, events.Run)
+	p.checks = append(p.checks, check{name: "events", ready: func(context.Context) error { return events.Ready() }, loop: true})
 	return p, nil
+}
+
+func (s *service) eventsConfig() relay.EventsConfig {
+	c := s.cfg.Relay
+	return relay.EventsConfig{
+		Topic:       s.cfg.Events.Topic,
+		Source:      s.cfg.Events.Source,
+		Lease:       c.Lease,
+		SendTimeout: c.SendTimeout,
+		Senders:     c.Senders,
+		Poll:        c.Poll,
+		BackoffMin:  c.BackoffMin,
+		BackoffMax:  c.BackoffMax,
+		PauseMax:    c.PauseMax,
+		StopTimeout: s.drain(),
+		Logger:      s.log,
+		Registerer:  s.reg,
+	}
 }
 
 // purgeKeys deletes the idempotency keys whose retention is over, until ctx ends. It is done here since the relay's account may delete and

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"fmt"
 	"io"
 	"strconv"
@@ -79,6 +80,9 @@ func (e *effective) print(w io.Writer) error {
 func (e *effective) show(k key) (string, error) {
 	switch v := e.values[k.name].(type) {
 	case time.Duration:
+		if k.never && v == 0 {
+			return "never", nil
+		}
 		return short(v), nil
 	case bool:
 		return strconv.FormatBool(v), nil
@@ -90,6 +94,9 @@ func (e *effective) show(k key) (string, error) {
 			v = mask(v)
 		case k.secret && v != "":
 			v = masked
+		case strings.Contains(v, "\n"):
+			out, err := json.Marshal(v) // on one line, behind which a comment can stand
+			return string(out), err
 		}
 		out, err := yaml.Marshal(v)
 		return strings.TrimSuffix(string(out), "\n"), err

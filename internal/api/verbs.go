@@ -109,7 +109,7 @@ func (req placeRequest) order() (orders.NewOrder, *problem) {
 	if req.Amount == nil {
 		return n, kindMalformed.problem("amount is missing")
 	}
-	n = orders.NewOrder{Channel: req.Channel, UserID: req.UserID, Currency: req.Currency, Amount: int64(*req.Amount), NoDeadline: req.NoDeadline}
+	n = orders.NewOrder{Channel: req.Channel, PaymentMethod: req.PaymentMethod, UserID: req.UserID, Currency: req.Currency, Amount: int64(*req.Amount), NoDeadline: req.NoDeadline}
 	if req.ID != nil {
 		n.ID = int64(*req.ID)
 	}

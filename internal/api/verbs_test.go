@@ -14,7 +14,7 @@ func TestAnOrderIsPlacedReadExtendedPaidAndTold(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
 	b.db.Exec(t, "INSERT INTO stock (sku, available, reserved, sold) VALUES ('tea', 10, 0, 0), ('cup', NULL, 0, 0)")
-	a := b.placeWith(t, key(), `{"channel":"web","user_id":"u-1","currency":"EUR","amount":"9007199254740993",
+	a := b.placeWith(t, key(), `{"channel":"web","payment_method":"card","user_id":"u-1","currency":"EUR","amount":"9007199254740993",
 		"items":[{"sku":"tea","quantity":2,"price":"495"},{"sku":"cup","quantity":1,"price":"0"},{"sku":"tea","quantity":1.0,"price":"495"}],"timeout_seconds":600}`)
 	if a.status != http.StatusCreated || a.header.Get(replayedHeader) != "" {
 		t.Fatalf("place: %d %s %v", a.status, a.body, a.header)
@@ -27,7 +27,7 @@ func TestAnOrderIsPlacedReadExtendedPaidAndTold(t *testing.T) {
 	if got := o.DeadlineAt.Sub(o.CreatedAt.Time); got != 10*time.Minute {
 		t.Errorf("the deadline is %s after placing, want 10m", got)
 	}
-	want := fmt.Sprintf(`{"id":"%d","channel":"web","user_id":"u-1","currency":"EUR","amount":"9007199254740993","status":"unpaid","deadline_at":"%s","created_at":"%s","items":[{"sku":"cup","quantity":1,"price":"0"},{"sku":"tea","quantity":3,"price":"495"}]}`+"\n",
+	want := fmt.Sprintf(`{"id":"%d","channel":"web","payment_method":"card","user_id":"u-1","currency":"EUR","amount":"9007199254740993","status":"unpaid","pay_by":"%[2]s","deadline_at":"%[2]s","created_at":"%[3]s","items":[{"sku":"cup","quantity":1,"price":"0"},{"sku":"tea","quantity":3,"price":"495"}]}`+"\n",
 		o.ID, o.DeadlineAt.Format("2006-01-02T15:04:05.000Z"), o.CreatedAt.Format("2006-01-02T15:04:05.000Z"))
 	if a.body != want {
 		t.Errorf("the answer is\n%s\nwant\n%s", a.body, want)

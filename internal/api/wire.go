@@ -114,6 +114,7 @@ func clip(data []byte) string {
 type placeRequest struct {
 	ID             *orderID      `json:"id,omitempty"`
 	Channel        string        `json:"channel,omitempty"`
+	PaymentMethod  string        `json:"payment_method,omitempty"`
 	UserID         string        `json:"user_id,omitempty"`
 	Currency       string        `json:"currency"`
 	Amount         *amount       `json:"amount"`
@@ -146,20 +147,22 @@ type cancelRequest struct {
 }
 
 type orderAnswer struct {
-	ID           orderID       `json:"id"`
-	Channel      string        `json:"channel"`
-	UserID       string        `json:"user_id"`
-	Currency     string        `json:"currency"`
-	Amount       amount        `json:"amount"`
-	Status       orders.Status `json:"status"`
-	DeadlineAt   *instant      `json:"deadline_at"`
-	HoldUntil    *instant      `json:"hold_until,omitempty"`
-	HoldReason   string        `json:"hold_reason,omitempty"`
-	CreatedAt    instant       `json:"created_at"`
-	PaidAt       *instant      `json:"paid_at,omitempty"`
-	CancelledAt  *instant      `json:"cancelled_at,omitempty"`
-	CancelReason string        `json:"cancel_reason,omitempty"`
-	Items        []itemAnswer  `json:"items"`
+	ID            orderID       `json:"id"`
+	Channel       string        `json:"channel"`
+	PaymentMethod string        `json:"payment_method"`
+	UserID        string        `json:"user_id"`
+	Currency      string        `json:"currency"`
+	Amount        amount        `json:"amount"`
+	Status        orders.Status `json:"status"`
+	PayBy         *instant      `json:"pay_by"`
+	DeadlineAt    *instant      `json:"deadline_at"`
+	HoldUntil     *instant      `json:"hold_until,omitempty"`
+	HoldReason    string        `json:"hold_reason,omitempty"`
+	CreatedAt     instant       `json:"created_at"`
+	PaidAt        *instant      `json:"paid_at,omitempty"`
+	CancelledAt   *instant      `json:"cancelled_at,omitempty"`
+	CancelReason  string        `json:"cancel_reason,omitempty"`
+	Items         []itemAnswer  `json:"items"`
 }
 
 type itemAnswer struct {
@@ -170,8 +173,8 @@ type itemAnswer struct {
 
 func answerOf(o orders.Order) orderAnswer {
 	a := orderAnswer{
-		ID: orderID(o.ID), Channel: o.Channel, UserID: o.UserID, Currency: o.Currency, Amount: amount(o.Amount), Status: o.Status,
-		DeadlineAt: instantOf(o.DeadlineAt), HoldUntil: instantOf(o.HoldUntil), HoldReason: o.HoldReason, CreatedAt: instant{o.CreatedAt},
+		ID: orderID(o.ID), Channel: o.Channel, PaymentMethod: o.PaymentMethod, UserID: o.UserID, Currency: o.Currency, Amount: amount(o.Amount), Status: o.Status,
+		PayBy: instantOf(o.PayBy), DeadlineAt: instantOf(o.DeadlineAt), HoldUntil: instantOf(o.HoldUntil), HoldReason: o.HoldReason, CreatedAt: instant{o.CreatedAt},
 		PaidAt: instantOf(o.PaidAt), CancelledAt: instantOf(o.CancelledAt), CancelReason: o.CancelReason, Items: make([]itemAnswer, len(o.Items)),
 	}
 	for i, it := range o.Items {
