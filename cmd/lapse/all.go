@@ -14,7 +14,8 @@ func (a *app) allCmd() *cobra.Command {
 		Use:   "all",
 		Short: "Run API, relay, consumer and reconcile in one process, until told to stop",
 		Long: `Runs the API, a relay and a consumer in one process: all that a small shop needs beside its database and its broker.
-With a replica named (mysql.dsn_replica) it runs the nightly reconcile, too; with a payment gateway (gateway.url) the refunds.
+With a replica named (mysql.dsn_replica) it runs the nightly reconcile, too; with a payment gateway (gateway.url) the
+refunds.
 There is one set of probes and metrics. Two of these processes on two machines survive the loss of one. When one
 part grows, run it as a process of its own; they mix with this one.
 
@@ -22,7 +23,8 @@ After SIGTERM or SIGINT no request and no message is taken any more, what is in 
 are closed, the databases last. What was placed in the last moment waits in its outbox row for the next relay.
 
 Each part works on the database as its own command does: mysql.dsn_relay, mysql.dsn_consume, mysql.dsn_refund,
-mysql.dsn_reconcile, mysql.dsn; and each with a pool of mysql.max_open_conns, so that a rush on the API takes no connection from the cancels.`,
+mysql.dsn_reconcile, mysql.dsn; and each with a pool of mysql.max_open_conns, so that a rush on the API takes no
+connection from the cancels.`,
 		Example: `  export LAPSE_MYSQL_DSN='lapse:secret@tcp(db:3306)/lapse' LAPSE_ROCKETMQ_ENDPOINTS=broker:8081
   lapse all
   lapse all --api-addr 127.0.0.1:8000 --config lapse.yaml
