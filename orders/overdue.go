@@ -56,9 +56,10 @@ const maxPage = 1_000_000
 // Page gives up to limit orders that are unpaid with a deadline before until, in the order of deadline and id, that come after a place; a
 // zero Overdue is the beginning, one with an id of 0 the first order of its instant. A page that is shorter than limit is the last.
 //
-// It reads as many rows as it gives, and one or two more: the index has them in this order. The row-value form of the condition would
-// read from the beginning of the index. Instants have whole milliseconds; a parameter with more digits than the column would keep MariaDB
-// from using the range.
+// It reads as many index entries as it gives, and a few more; at most twice as many where orders behind the place have its very instant. These are asked
+// for by themselves: a condition that also covers what comes later would have them read again from the first of their instant on with every page,
+// and the row-value form would be read from the beginning of the index. Instants have whole milliseconds: a parameter with more digits than the
+// column would keep MariaDB from using the range.
 func (s *Scan) Page(ctx context.Context, after Overdue, until time.Time, limit int) ([]Overdue, error) {
 	if limit < 1 || limit > maxPage {
 		return nil, invalid("page of %d overdue orders; allowed are 1 to %d", limit, maxPage)
@@ -66,11 +67,18 @@ func (s *Scan) Page(ctx context.Context, after Overdue, until time.Time, limit i
 	// The server's id comes with the page itself, also with an empty one: a proxy sends each statement where it likes.
 	var server string
 	page := make([]Overdue, 0, min(limit, 1000))
-	from := atOrFirst(after.Deadline)
-	err := each(ctx, s.conn, `SELECT `+s.identity+`, NULL, NULL UNION ALL
-		(SELECT NULL, id, CAST(deadline_at AS CHAR) FROM orders FORCE INDEX (orders_by_deadline)
-		WHERE status = 'unpaid' AND deadline_at < ? AND deadline_at >= ? AND (deadline_at > ? OR id > ?) ORDER BY deadline_at, id LIMIT ?)`,
-		[]any{at(until), from, from, after.ID, limit},
+	from, comparison := atOrFirst(after.Deadline), ">="
+	query, args := "SELECT "+s.identity+", NULL, NULL", []any{}
+	part := func(condition string, values ...any) {
+		query += " UNION ALL (SELECT NULL, id, CAST(deadline_at AS CHAR) FROM orders FORCE INDEX (orders_by_deadline) WHERE status = 'unpaid' AND " + condition + " ORDER BY deadline_at, id LIMIT ?)"
+		args = append(append(args, values...), limit)
+	}
+	if after.ID > 0 {
+		comparison = ">"
+		part("deadline_at = ? AND deadline_at < ? AND id > ?", from, at(until), after.ID)
+	}
+	part("deadline_at "+comparison+" ? AND deadline_at < ?", from, at(until))
+	err := each(ctx, s.conn, query, args,
 		func(rows *sql.Rows) error {
 			var of sql.NullString
 			var id sql.NullInt64
@@ -98,7 +106,7 @@ func (s *Scan) Page(ctx context.Context, after Overdue, until time.Time, limit i
 		}
 		return int(min(max(a.ID-b.ID, -1), 1))
 	})
-	return page, nil
+	return page[:min(len(page), limit)], nil
 }
 
 // Count gives how many orders the pages from a place on will have. It reads each of their index entries.
