@@ -181,7 +181,7 @@ func TestEveryServiceOfTheComposeFileIsSafeToRun(t *testing.T) {
 	for _, fault := range composeFaults(p, shutdownGrace(t)) {
 		t.Error(fault)
 	}
-	for _, name := range []string{"mysql", "mysql-replica", "namesrv", "broker", "proxy", "topics", "migrate", "api", "relay", "consumer", "refund"} {
+	for _, name := range []string{"mysql", "mysql-replica", "namesrv", "broker", "proxy", "topics", "migrate", "api", "relay", "consumer", "reconcile", "refund"} {
 		if _, ok := p.Services[name]; !ok {
 			t.Errorf("there is no service %s", name)
 		}
