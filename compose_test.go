@@ -301,6 +301,7 @@ func TestTheComposeFileAgreesWithTheConfigurations(t *testing.T) {
 		"group":        known["rocketmq.group"],
 		"doctor-topic": known["doctor.topic"],
 		"doctor-group": known["doctor.group"],
+		"events-topic": "order-events",
 		"precision":    property("broker.conf", "timerPrecisionMs"),
 		"broker":       "broker:" + property("broker.conf", "listenPort"),
 		"endpoints":    "proxy:8081",

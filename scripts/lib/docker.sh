@@ -114,7 +114,7 @@ start_containers() {
       replica) set_up_replica ;;
       broker)
         "$STACKCTL" broker --endpoints "127.0.0.1:$PORT_PROXY" --broker "127.0.0.1:$PORT_BROKER" --namesrv "127.0.0.1:$PORT_NAMESRV" \
-          --topic "$TOPIC" --group "$GROUP" --doctor-topic "$DOCTOR_TOPIC" --doctor-group "$DOCTOR_GROUP" --precision "$PRECISION" || fail "broker: up, but topic $TOPIC and group $GROUP are not usable. 'scripts/stack logs broker' says more"
+          --topic "$TOPIC" --group "$GROUP" --doctor-topic "$DOCTOR_TOPIC" --doctor-group "$DOCTOR_GROUP" --events-topic "$EVENTS_TOPIC" --precision "$PRECISION" || fail "broker: up, but topic $TOPIC and group $GROUP are not usable. 'scripts/stack logs broker' says more"
         ;;
     esac
     say "$part: up, $(endpoint "$part")"

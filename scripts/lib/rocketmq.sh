@@ -6,6 +6,8 @@ GROUP=order-timeout-cg
 # Of lapse doctor.
 DOCTOR_TOPIC=lapse-doctor
 DOCTOR_GROUP=lapse-doctor-cg
+# Of the events of orders, for whoever sets events.topic to it.
+EVENTS_TOPIC=order-events
 
 # render_broker: broker.conf with this machine's addresses, paths and sizes behind it. Of a key that stands twice, RocketMQ takes the last.
 render_broker() {
@@ -59,7 +61,7 @@ start_broker() {
     org.apache.rocketmq.proxy.ProxyStartup -n "127.0.0.1:$PORT_NAMESRV" -pm local -bc "$STATE/broker/broker.conf" -pc "$STATE/broker/rmq-proxy.json"
   await broker "$START_TIMEOUT" "\"startup successfully\" in its log" grep -q "rocketmq-proxy startup successfully" "$STATE/logs/broker.log" || exit 1
   "$STACKCTL" broker --endpoints "127.0.0.1:$PORT_PROXY" --broker "127.0.0.1:$PORT_BROKER" --topic "$TOPIC" --group "$GROUP" \
-    --doctor-topic "$DOCTOR_TOPIC" --doctor-group "$DOCTOR_GROUP" --precision "$PRECISION" ||
+    --doctor-topic "$DOCTOR_TOPIC" --doctor-group "$DOCTOR_GROUP" --events-topic "$EVENTS_TOPIC" --precision "$PRECISION" ||
     fail "broker: up, but topic $TOPIC and group $GROUP are not usable. 'scripts/stack logs broker' and $STATE/broker/logs/rocketmqlogs say more"
   say "broker: up on port $PORT_PROXY, topic $TOPIC (DELAY), group $GROUP ($((SECONDS - begun)) s)"
 }

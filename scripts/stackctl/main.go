@@ -112,6 +112,7 @@ func runBroker(ctx context.Context, args []string) error {
 	group := flags.String("group", "", "consumer group, created with 16 retries if missing; likewise the group for its dead letters, with -dlq behind the name and 1000 retries")
 	doctorTopic := flags.String("doctor-topic", "", "topic of type DELAY for the messages of lapse doctor, created with 2 queues if missing")
 	doctorGroup := flags.String("doctor-group", "", "group for them, created with 16 retries if missing")
+	eventsTopic := flags.String("events-topic", "", "topic of type NORMAL for the events of orders, created with 8 queues if missing")
 	precision := flags.String("precision", "", "timerPrecisionMs that the broker must have in force")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -133,6 +134,11 @@ func runBroker(ctx context.Context, args []string) error {
 	}
 	if err := ensureDoctor(ctx, client, *doctorTopic, *doctorGroup); err != nil {
 		return err
+	}
+	if *eventsTopic != "" {
+		if err := ensureTopic(ctx, client, *eventsTopic, admin.Normal, 8); err != nil {
+			return err
+		}
 	}
 	if err := safeOffsets(ctx, client, *group, *topic); err != nil {
 		return err
@@ -175,17 +181,10 @@ func checkConfig(ctx context.Context, client *admin.Client, precision string) er
 
 // ensure creates what is missing. A topic of another type is refused: its messages would be lost by a change, so that is for a person.
 func ensure(ctx context.Context, client *admin.Client, topic, group string) error {
-	t, err := client.Topic(ctx, topic)
-	switch {
-	case errors.Is(err, admin.ErrNotFound):
-		err = client.CreateTopic(ctx, topic, admin.Delay, 8)
-	case err == nil && t.Type != admin.Delay:
-		err = fmt.Errorf("topic %s is of type %s, want %s: delete it, or start from an empty store", topic, t.Type, admin.Delay)
-	}
-	if err != nil {
+	if err := ensureTopic(ctx, client, topic, admin.Delay, 8); err != nil {
 		return err
 	}
-	_, err = client.Group(ctx, group)
+	_, err := client.Group(ctx, group)
 	if errors.Is(err, admin.ErrNotFound) {
 		err = client.CreateGroup(ctx, group, 16)
 	}
@@ -198,6 +197,17 @@ func ensure(ctx context.Context, client *admin.Client, topic, group string) erro
 	g, err := client.Group(ctx, reader)
 	if errors.Is(err, admin.ErrNotFound) || err == nil && g.Retries < deadLetterRetries {
 		err = client.CreateGroup(ctx, reader, deadLetterRetries)
+	}
+	return err
+}
+
+func ensureTopic(ctx context.Context, client *admin.Client, topic string, kind admin.TopicType, queues int) error {
+	t, err := client.Topic(ctx, topic)
+	switch {
+	case errors.Is(err, admin.ErrNotFound):
+		err = client.CreateTopic(ctx, topic, kind, queues)
+	case err == nil && t.Type != kind:
+		err = fmt.Errorf("topic %s is of type %s, want %s: delete it, or start from an empty store", topic, t.Type, kind)
 	}
 	return err
 }

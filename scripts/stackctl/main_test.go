@@ -121,6 +121,26 @@ func TestTopicOfAnotherTypeIsRefusedAndKept(t *testing.T) {
 	}
 }
 
+func TestTopicOfEventsIsMadeAndOneForTimedMessagesRefused(t *testing.T) {
+	t.Parallel()
+	broker := stacktest.Shared(t)
+	topic := broker.NewTopic(t, admin.Normal)
+	if err := broker.Admin.DeleteTopic(t.Context(), topic); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := ensureTopic(t.Context(), broker.Admin, topic, admin.Normal, 8); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := broker.Admin.Topic(t.Context(), topic); err != nil || got != (admin.Topic{Name: topic, Type: admin.Normal, Queues: 8}) {
+			t.Errorf("the topic is %+v, %v", got, err)
+		}
+	}
+	if err := ensureTopic(t.Context(), broker.Admin, broker.NewTopic(t, admin.Delay), admin.Normal, 8); err == nil || !strings.Contains(err.Error(), "of type DELAY, want NORMAL") {
+		t.Errorf("a topic of type DELAY: %v", err)
+	}
+}
+
 func TestRouteSaysWhetherTimedMessagesAreTaken(t *testing.T) {
 	t.Parallel()
 	broker := stacktest.Shared(t)
