@@ -69,6 +69,9 @@ func (e *effective) doctor() ops.DoctorConfig {
 		OwnGroup:      e.Doctor.Group,
 		Tick:          e.Relay.Tick,
 		MaxDelay:      e.Relay.MaxDelay,
+		EventsTopic:   e.Events.Topic,
+		Replica:       e.MySQL.DSNReplica,
+		MaxLag:        e.Reconcile.MaxLag,
 		Unread:        e.unread,
 		Timeout:       e.Doctor.Timeout,
 	}
@@ -85,6 +88,10 @@ func (e *effective) doctor() ops.DoctorConfig {
 	cfg.Accounts = append(cfg.Accounts, ops.Account{Role: "api", Key: "mysql.dsn", DSN: e.MySQL.DSN})
 	add("relay", "mysql.dsn_relay", e.MySQL.DSNRelay, true)
 	add("consume", "mysql.dsn_consume", e.MySQL.DSNConsume, true)
+	add("reconcile", "mysql.dsn_reconcile", e.MySQL.DSNReconcile, true)
+	if e.Gateway.URL != "" || e.MySQL.DSNRefund != "" {
+		add("refund", "mysql.dsn_refund", e.MySQL.DSNRefund, true)
+	}
 	add("read", "mysql.dsn_read", e.MySQL.DSNRead, false)
 	// Where the roles have accounts of their own, mysql.dsn is the API's and has no business with tables.
 	add("migrate", "mysql.dsn_migrate", e.MySQL.DSNMigrate, own == 0)

@@ -156,6 +156,10 @@ type doctor struct {
 // none and it has an AdminEndpoint), and a message there stays pending for MaxDelay. The error is that of ctx, or of a configuration that
 // cannot be used.
 func Doctor(ctx context.Context, cfg DoctorConfig, tell func(Finding)) ([]Finding, error) {
+	return examine(ctx, cfg, checks, tell)
+}
+
+func examine(ctx context.Context, cfg DoctorConfig, checks []check, tell func(Finding)) ([]Finding, error) {
 	d := &doctor{cfg: cfg.WithDefaults()}
 	limited, cancel := context.WithTimeout(ctx, d.cfg.Timeout)
 	defer d.end(cancel)
@@ -175,26 +179,20 @@ func Doctor(ctx context.Context, cfg DoctorConfig, tell func(Finding)) ([]Findin
 		results[i] = make(chan result, 1)
 		go func() { results[i] <- c.run(limited, d) }() // ends by its context
 	}
-	// A check that does not heed its context, a driver's call for one, is not waited for.
-	overtime := time.NewTimer(d.cfg.Timeout + time.Second)
-	defer overtime.Stop()
-	late := false
+	// A check that does not heed its context, in a driver's call for one, is not waited for.
+	overtime, stopWaiting := context.WithTimeout(context.Background(), d.cfg.Timeout+time.Second)
+	defer stopWaiting()
 	findings := make([]Finding, len(checks))
 	for i, c := range checks {
-		if late {
-			select {
-			case r := <-results[i]:
-				results[i] <- r
-			default:
-				results[i] <- unchecked("", "no answer within %s", d.cfg.Timeout)
-			}
-		}
 		var r result
 		select {
 		case r = <-results[i]:
-		case <-overtime.C:
-			late = true
-			r = unchecked("", "no answer within %s", d.cfg.Timeout)
+		case <-overtime.Done():
+			select {
+			case r = <-results[i]:
+			default:
+				r = unchecked("", "no answer within %s", d.cfg.Timeout)
+			}
 		}
 		if err := ctx.Err(); err != nil {
 			return nil, err

@@ -106,6 +106,10 @@ var replicaChecks = []check{
 			if now == "" {
 				return unchecked("gtid_mode = ON and enforce_gtid_consistency = ON under [mysqld] on both", "the primary numbers no transactions")
 			}
+			before, err := executed(ctx, replica)
+			if err != nil {
+				return failed("ask the replica what it has executed", err)
+			}
 			limit := d.cfg.MaxLag
 			if deadline, ok := ctx.Deadline(); ok {
 				limit = min(limit, time.Until(deadline)-2*time.Second)
@@ -122,6 +126,12 @@ var replicaChecks = []check{
 			case err != nil && !errors.Is(err, context.DeadlineExceeded):
 				return failed("wait for the replica", err)
 			case err != nil || late.Int64 != 0:
+				if after, err := executed(ctx, replica); err == nil && after == before {
+					return wrong(fix, "it stands still: for %s it has executed nothing of what the primary had before", took)
+				}
+				if took < d.cfg.MaxLag {
+					return unchecked("lapse doctor --set doctor.timeout="+(d.cfg.MaxLag+10*time.Second).String(), "after %s it had not what the primary had before, but comes nearer; reconcile.max_lag is %s", took, d.cfg.MaxLag)
+				}
 				return wrong(fix, "after %s it had not what the primary had before; reconcile.max_lag is %s", took, d.cfg.MaxLag)
 			}
 			return sound("%s after the question it had all that the primary had", took)

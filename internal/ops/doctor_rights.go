@@ -16,22 +16,35 @@ import (
 // gives: an account with less than that, but with these, works.
 var needs = map[string]map[string]string{
 	"api": {
-		"orders": "SIU", "order_items": "SI", "stock": "SIU", "stock_ledger": "SI", "payments": "SI", "refunds": "SI", "outbox": "SIU",
-		"order_events": "SI", "parked": "SIU", "idempotency_keys": "SI", migrations.Table: "S",
+		"orders": "SIU", "order_items": "SI", "stock": "SIU", "stock_ledger": "SI", "payments": "SI", "refunds": "SI", "outbox": "SIU", "event_outbox": "SI",
+		"gateway_tasks": "SIU", "order_events": "SI", "parked": "SIU", "idempotency_keys": "SI", migrations.Table: "S",
 	},
-	"relay": {"outbox": "SUD", "orders": "S", "order_events": "SI", "parked": "SIU", "idempotency_keys": "SD", migrations.Table: "S"},
+	// It purges what is past its retention.
+	"relay": {
+		"outbox": "SUD", "event_outbox": "SUD", "idempotency_keys": "SD", "orders": "SD", "order_items": "SD", "stock_ledger": "SID", "payments": "SD", "refunds": "SD",
+		"order_events": "SID", "parked": "SIUD", "gateway_tasks": "S", "reconcile_runs": "SD", migrations.Table: "S",
+	},
 	"consume": {
-		"orders": "SU", "order_items": "S", "stock": "SU", "stock_ledger": "SI", "outbox": "SIU", "order_events": "SI", "parked": "SIU", migrations.Table: "S",
+		"orders": "SU", "order_items": "S", "stock": "SU", "stock_ledger": "SI", "outbox": "SIU", "event_outbox": "SI", "payments": "SI", "refunds": "SI",
+		"gateway_tasks": "SIU", "order_events": "SI", "parked": "SIU", migrations.Table: "S",
 	},
 	"reconcile": {
-		"orders": "SU", "order_items": "S", "stock": "SU", "stock_ledger": "SI", "outbox": "SIU", "order_events": "SI", "parked": "SIU", "reconcile_runs": "SIU", migrations.Table: "S",
+		"orders": "SU", "order_items": "S", "stock": "SU", "stock_ledger": "SI", "outbox": "SIU", "event_outbox": "SI", "payments": "SI", "refunds": "SI",
+		"gateway_tasks": "SIU", "order_events": "SI", "parked": "SIU", "reconcile_runs": "SIU", migrations.Table: "S",
 	},
-	"refund": {"refunds": "SU", "payments": "S", "order_events": "SI", "parked": "SIU", migrations.Table: "S"},
-	"read":   {"orders": "S", "order_items": "S", "stock": "S", "stock_ledger": "S", "payments": "S", "refunds": "S", "outbox": "S", "order_events": "S", "parked": "S"},
+	"refund": {
+		"refunds": "SU", "payments": "S", "orders": "S", "gateway_tasks": "SUD", "event_outbox": "SI", "order_events": "SI", "parked": "SIU", migrations.Table: "S",
+	},
+	"read": {
+		"orders": "S", "order_items": "S", "stock": "S", "stock_ledger": "S", "payments": "S", "refunds": "S", "outbox": "S", "event_outbox": "S", "gateway_tasks": "S",
+		"order_events": "S", "parked": "S", "reconcile_runs": "S", migrations.Table: "S",
+	},
 }
 
 // columns that an UPDATE may name to ask for the right.
-var columns = map[string]string{"orders": "status", "stock": "reserved", "outbox": "state", "parked": "state", "refunds": "state", "reconcile_runs": "state"}
+var columns = map[string]string{
+	"orders": "status", "stock": "reserved", "outbox": "state", "event_outbox": "state", "gateway_tasks": "attempts", "parked": "state", "refunds": "state", "reconcile_runs": "state",
+}
 
 // rightsChecks is one check for each role, in the order of the deployment.
 var rightsChecks = func() []check {

@@ -387,7 +387,7 @@ var tripChecks = []check{
 					return unchecked(noAdmin, "too few messages came back to measure it")
 				}
 				p, residue := t.precision()
-				if p > d.cfg.Tick && residue > 100*time.Millisecond {
+				if p > d.cfg.Tick && residue > p/4 {
 					return unchecked(noAdmin, "the broker is too busy to measure it: a timer fired %s later than its tick", shorter(residue))
 				}
 				return judge(p, fmt.Sprintf("measured with %d messages", len(t.legs)))
