@@ -47,6 +47,8 @@ type Config struct {
 	Events bool
 	// MaxLifetime caps every deadline, also an extended one, at this long after placing. Default 7 days.
 	MaxLifetime time.Duration
+	// CloseOnCancel has the payment page of an order closed that is cancelled by hand: lapse refund does it, so that has to run. Default: off.
+	CloseOnCancel bool
 	// MaxOpenConns bounds the pool that [Open] makes. Default 16.
 	MaxOpenConns int
 	// Registerer takes the metrics lapse_orders_placed_total, lapse_orders_refused_total, lapse_payments_total and
@@ -88,7 +90,7 @@ func New(db *gorm.DB, cfg Config) (*Client, error) {
 }
 
 func (c Config) orders() orders.Config {
-	return orders.Config{Timeout: c.Timeout, Policies: c.Policies, Events: c.Events, MaxLifetime: c.MaxLifetime, MaxOpenConns: c.MaxOpenConns}
+	return orders.Config{Timeout: c.Timeout, Policies: c.Policies, Events: c.Events, MaxLifetime: c.MaxLifetime, CloseOnCancel: c.CloseOnCancel, MaxOpenConns: c.MaxOpenConns}
 }
 
 func newClient(store *orders.Store, registerer prometheus.Registerer) (*Client, error) {
