@@ -13,6 +13,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/go-sql-driver/mysql"
 	"github.com/spf13/cobra"
 
 	"github.com/lapse-orders/lapse/internal/ops/why"
@@ -89,8 +90,18 @@ func (a *app) withStore(cmd *cobra.Command, r role, do func(*orders.Store) error
 	if err != nil {
 		return err
 	}
-	return errors.Join(do(store), store.Close())
+	err = do(store)
+	if my, ok := errors.AsType[*mysql.MySQLError](err); ok && (my.Number == unknownColumn || my.Number == unknownTable) {
+		err = fmt.Errorf("%w; the tables are those of an older version: run \"lapse migrate up\"", err)
+	}
+	return errors.Join(err, store.Close())
 }
+
+// The server's errors for what a later schema has.
+const (
+	unknownColumn = 1054
+	unknownTable  = 1146
+)
 
 func (a *app) parkedListCmd() *cobra.Command {
 	var chosen parkedFlags

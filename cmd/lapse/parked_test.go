@@ -150,6 +150,21 @@ func TestWhatIsParkedIsListedShownRetriedAndDiscarded(t *testing.T) {
 	}
 }
 
+func TestTablesOfAnOlderVersionAreNamedWithWhatToDo(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	says(t, b.environ(), 0, "migrate", "down", "--to", "39", "--yes")
+	for _, args := range [][]string{{"parked", "list"}, {"parked", "show", "1"}} {
+		if _, stderr := says(t, b.environ(), 3, args...); !strings.Contains(stderr, `run "lapse migrate up"`) {
+			t.Errorf("%v: %q", args, stderr)
+		}
+	}
+	says(t, b.environ(), 0, "migrate", "down", "--to", "0", "--yes")
+	if _, stderr := says(t, b.environ(), 3, "why", "1"); !strings.Contains(stderr, `run "lapse migrate up"`) {
+		t.Errorf("why: %q", stderr)
+	}
+}
+
 func TestAllThatIsChosenIsHandledAlsoBeyondAPage(t *testing.T) {
 	t.Parallel()
 	b := setup(t)

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"strings"
 
@@ -28,24 +27,22 @@ The exit code is 1 where there is no such order.`,
 		Example: `  lapse why 7291823345664
   lapse why 7291823345664 --json | jq -r .cause`,
 		Args: a.exactly("ORDER"),
-		RunE: a.begin(func(cmd *cobra.Command, args []string) (err error) {
+		RunE: a.begin(func(cmd *cobra.Command, args []string) error {
 			id, err := orders.ParseID(args[0])
 			if err != nil {
 				return usageError{err}
 			}
-			cfg, err := a.load(cmd)
+			var answer why.Answer
+			err = a.withStore(cmd, roleRead, func(store *orders.Store) error {
+				story, err := store.ReadStory(cmd.Context(), id)
+				if err == nil {
+					answer = why.Tell(story)
+				}
+				return err
+			})
 			if err != nil {
 				return err
 			}
-			store, err := a.open(cfg, roleRead)
-			if err != nil {
-				return err
-			}
-			story, err := store.ReadStory(cmd.Context(), id)
-			if err = errors.Join(err, store.Close()); err != nil {
-				return err
-			}
-			answer := why.Tell(story)
 			if asJSON {
 				if err := a.writeJSON(answer); err != nil {
 					return err

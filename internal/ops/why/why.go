@@ -200,6 +200,8 @@ func (t *teller) missing() verdict {
 	if p, is := t.parked(orders.ParkedOrder, orders.StateParked); is {
 		v.says += fmt.Sprintf("; something named it, and it is parked since %s: %s", when(p.FirstAt), p.Reason)
 		v.next = fmt.Sprintf("look at it (lapse parked show %d), and discard it with what you found", p.ID)
+	} else {
+		v.says += ": it was never placed, or retention has purged it"
 	}
 	return v
 }
