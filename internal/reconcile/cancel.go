@@ -143,7 +143,7 @@ func (u *run) settle(part []orders.Overdue, outcomes []orders.Outcome) {
 			u.counts.AlreadyPaid++
 		case orders.ResultHeld:
 			u.counts.Held++
-		case orders.ResultInvalid: // parked by the store
+		case orders.ResultInvalid, orders.ResultParked: // parked by the store, or by the gate
 			u.counts.Parked++
 			u.metrics.parked.Inc()
 		default:
