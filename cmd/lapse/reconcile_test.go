@@ -207,6 +207,31 @@ func TestReconcileAsAServiceCatchesUpAndIsReady(t *testing.T) {
 	}
 }
 
+func TestAllRunsReconcileWhereAReplicaIsNamed(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	ids := b.overdue(t, 5)
+	b.db.Exec(t, "UPDATE outbox SET state = 'sent', available_at = UTC_TIMESTAMP(3) + INTERVAL 1 DAY") // as if the broker had lost their messages
+	replica, err := mysql.ParseDSN(stacktest.Require(t, "LAPSE_MYSQL_DSN_REPLICA"))
+	if err != nil {
+		t.Fatal("LAPSE_MYSQL_DSN_REPLICA cannot be read")
+	}
+	replica.DBName = b.db.Name
+	p := start(t, b.environ("LAPSE_API_ADDR=127.0.0.1:0", "LAPSE_MYSQL_DSN_REPLICA="+replica.FormatDSN()), "all")
+	p.ready(t)
+	eventually(t, "reconcile has done what the messages missed", func() bool {
+		return b.db.Int(t, "SELECT COUNT(*) FROM orders WHERE status = 'unpaid'") == 0
+	})
+	b.cancelledOnce(t, ids...)
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM order_events WHERE kind = 'reconciled'"); n != int64(len(ids)) {
+		t.Errorf("%d orders were cancelled by reconcile, want %d", n, len(ids))
+	}
+	p.signal(syscall.SIGTERM)
+	if code := p.wait(t); code != exitDone {
+		t.Errorf("it ends with %d, want 0", code)
+	}
+}
+
 func TestTheBarFitsTheTerminal(t *testing.T) {
 	t.Parallel()
 	p := reconcile.Progress{Counts: reconcile.Counts{Scanned: 50, Cancelled: 48, AlreadyPaid: 1, Held: 1}, Total: 200, Elapsed: 65 * time.Second}
