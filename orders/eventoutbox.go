@@ -318,7 +318,27 @@ func (s *Store) ParkOutgoing(ctx context.Context, token string, e Outgoing, reas
 		if err != nil || n == 0 {
 			return err
 		}
-		return t.park(ctx, []Parked{{What: ParkedMessage, Ref: "event:" + e.EventID(), Reason: reason, Body: body}})
+		return t.park(ctx, []Parked{{What: ParkedMessage, Ref: parkedEvent + e.EventID(), Reason: reason, Body: body}})
 	})
 	return n, err
+}
+
+// parkedEvent begins what an event is parked under; its id follows.
+const parkedEvent = "event:"
+
+// retryEvent gives a parked event back to the relay, and tells the order whose it is.
+func (t *txn) retryEvent(ctx context.Context, id string) (order int64, err error) {
+	digits, sequence, _ := strings.Cut(id, "-")
+	if order, err = ParseID(digits); err != nil {
+		return 0, fmt.Errorf("%w: %q is no event of ours; discard it", ErrCannotRetry, id)
+	}
+	n, err := t.exec(ctx, "UPDATE event_outbox FORCE INDEX (event_outbox_by_order) SET state = 'pending', available_at = ? WHERE order_id = ? AND sequence = ? AND state = 'parked'",
+		at(t.now), order, sequence)
+	if err != nil {
+		return 0, fmt.Errorf("give event %s back to the relay: %w", id, err)
+	}
+	if n == 0 {
+		return 0, fmt.Errorf("%w: event %s does not wait for one; discard it", ErrCannotRetry, id)
+	}
+	return order, nil
 }

@@ -243,6 +243,36 @@ func TestClaimGivesAnOrdersEventsOneAfterTheOther(t *testing.T) {
 	}
 }
 
+func TestParkedEventIsSentAgainWhenSomebodyRetriesIt(t *testing.T) {
+	t.Parallel()
+	b := setupWith(t, orders.Config{Events: true})
+	o := b.place()
+	b.pay(o.ID)
+	c := b.claimEvents(1, time.Minute)
+	b.wantMarked("parked", 1)(b.store.ParkOutgoing(b.ctx, c.Token, c.Rows[0], "too large", []byte("{}")))
+	parked := b.db.Int(t, "SELECT id FROM parked")
+	for _, first := range []bool{true, false} {
+		r, err := b.store.RetryParked(b.ctx, parked, "operator")
+		if err != nil || r.Done != first || r.Event != first || r.Parked.State != orders.StateRetried {
+			t.Errorf("%+v, %v; want done %t", r, err, first)
+		}
+	}
+	again := b.claimEvents(10, time.Minute)
+	if got, want := eventIDs(again), []string{fmt.Sprintf("%d-1", o.ID)}; !slices.Equal(got, want) {
+		t.Errorf("claimed %v, want %v", got, want)
+	}
+	events, err := b.store.Events(b.ctx, o.ID)
+	if err != nil || events[len(events)-1].Kind != orders.EventRetried || events[len(events)-1].Actor != "operator" {
+		t.Errorf("the story ends with %+v, %v", events, err)
+	}
+	// Parked once more, and its row purged with nobody looking: there is nothing to send.
+	b.wantMarked("parked", 1)(b.store.ParkOutgoing(b.ctx, again.Token, again.Rows[0], "too large", []byte("{}")))
+	b.db.Exec(t, "DELETE FROM event_outbox")
+	if _, err := b.store.RetryParked(b.ctx, parked, "operator"); !errors.Is(err, orders.ErrCannotRetry) {
+		t.Errorf("without its row: %v", err)
+	}
+}
+
 func TestMarksOfAnEventMatchOnlyUnderItsLease(t *testing.T) {
 	t.Parallel()
 	b := setupWith(t, orders.Config{Events: true})

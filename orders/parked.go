@@ -280,12 +280,15 @@ type Retry struct {
 	Orders []RetriedOrder
 	// Refund says that a refund that was given up is tried again.
 	Refund bool
+	// Event says that an event that the broker had refused is sent again.
+	Event bool
 }
 
 // RetryParked gives something parked back to the normal path, in one transaction:
 //
 //   - an order: its outbox row goes back to pending, so that the relay sends its timed message, and a hold ends;
 //   - a message: the same for each order in it. The message itself is never sent again, whatever is in its body;
+//   - a message that tells of an order: the relay sends it again, behind those of the order that were sent meanwhile;
 //   - a payment whose refund was given up: the refund is tried again.
 //
 // An order that is paid or cancelled stays as it is, so a retry is harmless. It may be called any number of times, also at once: one of the
@@ -310,6 +313,14 @@ func (s *Store) RetryParked(ctx context.Context, id int64, actor string) (Retry,
 		case ParkedOrder:
 			r.Orders, tell, err = t.retryOrder(ctx, p)
 		case ParkedMessage:
+			if id, is := strings.CutPrefix(p.Ref, parkedEvent); is {
+				order, err := t.retryEvent(ctx, id)
+				if err != nil {
+					return err
+				}
+				detail["event_id"], tell, r.Event = id, []int64{order}, true
+				break
+			}
 			detail["message_id"] = p.Ref
 			r.Orders, tell, err = t.retryMessage(ctx, p)
 		case ParkedPayment:

@@ -392,6 +392,7 @@ type handled struct {
 	Done   bool                       `json:"done"`
 	Orders map[orders.RetryResult]int `json:"orders,omitempty"`
 	Refund bool                       `json:"refund,omitempty"`
+	Event  bool                       `json:"event,omitempty"`
 	Error  string                     `json:"error,omitempty"`
 
 	says string
@@ -544,7 +545,7 @@ var retryWords = map[orders.RetryResult]string{
 
 func handledOf(r orders.Retry) handled {
 	p := r.Parked
-	h := handled{What: p.What, Ref: p.Ref, State: p.State, Done: r.Done, Refund: r.Refund}
+	h := handled{What: p.What, Ref: p.Ref, State: p.State, Done: r.Done, Refund: r.Refund, Event: r.Event}
 	of := fmt.Sprintf("%d (%s %s): ", p.ID, p.What, p.Ref)
 	if !r.Done {
 		h.says = of + handledBefore(p)
@@ -552,6 +553,10 @@ func handledOf(r orders.Retry) handled {
 	}
 	if r.Refund {
 		h.says = of + "the refund is tried again"
+		return h
+	}
+	if r.Event {
+		h.says = of + "the event is given back to the relay"
 		return h
 	}
 	h.Orders = map[orders.RetryResult]int{}
