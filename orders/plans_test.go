@@ -54,7 +54,10 @@ func (b *bundle) fill() {
 	run("INSERT INTO stock SELECT i.sku, 1000000, SUM(IF(o.status = 'unpaid', quantity, 0)), SUM(IF(o.status = 'paid', quantity, 0)) FROM order_items i JOIN orders o ON o.id = i.order_id GROUP BY i.sku")
 	run(fmt.Sprintf(`INSERT INTO outbox (order_id, deliver_at, state, available_at, attempts)
 		SELECT id, deadline_at, IF(id <= %d OR id > 40000, 'sent', 'pending'), IF(id <= 4000, UTC_TIMESTAMP(3) + INTERVAL 1 DAY, UTC_TIMESTAMP(3) + INTERVAL IF(id < 10000, -5, 60) SECOND), 0 FROM orders ORDER BY id`, manyDue))
-	for _, table := range []string{"orders", "order_items", "stock_ledger", "stock", "outbox"} {
+	// Most refunds are done; most tasks wait for their time.
+	run("INSERT INTO refunds (gateway, transaction_id, order_id, amount, currency, reason, state, attempts, created_at, available_at) SELECT 'test', CONCAT('t', i), i, 1000, 'EUR', 'late', IF(i <= 41000, 'pending', 'done'), 0, UTC_TIMESTAMP(3), UTC_TIMESTAMP(3) - INTERVAL 5 SECOND FROM numbers WHERE i > 40000 AND i <= 80000")
+	run("INSERT INTO gateway_tasks (order_id, kind, attempts, created_at, available_at) SELECT i, 'close', 0, UTC_TIMESTAMP(3), UTC_TIMESTAMP(3) + INTERVAL IF(i <= 41000, -5, 60) SECOND FROM numbers WHERE i > 40000 AND i <= 60000")
+	for _, table := range []string{"orders", "order_items", "stock_ledger", "stock", "outbox", "refunds", "gateway_tasks"} {
 		run("ANALYZE TABLE " + table)
 	}
 }
@@ -166,6 +169,9 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 		return ids
 	}
 	var claim orders.Claim
+	var refunds orders.RefundClaim
+	var tasks orders.TaskClaim
+	var parked []orders.ParkedRow
 	type verb struct {
 		name  string
 		ids   int64
@@ -173,7 +179,7 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 		do    func(ids []int64) error
 	}
 	// fresh verbs work on orders that none has touched.
-	fresh := map[string]bool{"cancel due": true, "cancel by hand": true, "pay": true, "extend": true, "get": true}
+	fresh := map[string]bool{"cancel due": true, "check due": true, "hold": true, "cancel by hand": true, "pay": true, "extend": true, "get": true, "retry a parked message": true}
 	cancelAll := func(ids []int64) error {
 		out, err := store.CancelDue(b.ctx, text(ids...))
 		for _, o := range out {
@@ -209,6 +215,62 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 				ids[i] = int64(20_000 + i)
 			}
 			_, err := store.CancelDue(b.ctx, text(ids...))
+			return err
+		}},
+		{"check due", 500, 5 * 500, func(ids []int64) error {
+			out, err := store.CheckDue(b.ctx, text(ids...))
+			for _, o := range out {
+				if o.Result != orders.ResultDue {
+					return fmt.Errorf("%+v", o)
+				}
+			}
+			return err
+		}},
+		{"hold", 100, 15 * 100, func(ids []int64) error {
+			doubts := make([]orders.Doubt, len(ids))
+			for i, id := range ids {
+				doubts[i] = orders.Doubt{ID: id, Reason: "asked", Close: true}
+			}
+			out, err := store.Hold(b.ctx, doubts, holdLimits)
+			for _, o := range out {
+				if o.Result != orders.ResultHeld {
+					return fmt.Errorf("%+v", o)
+				}
+			}
+			return err
+		}},
+		{"claim refunds", 16, 10 * 16, func([]int64) (err error) {
+			refunds, err = store.ClaimRefunds(b.ctx, 16, time.Minute)
+			if len(refunds.Rows) != 16 {
+				return fmt.Errorf("%d claimed", len(refunds.Rows))
+			}
+			return err
+		}},
+		{"refund done", 1, 20, func([]int64) error {
+			_, err := store.RefundDone(b.ctx, refunds.Token, refunds.Rows[0], "R")
+			return err
+		}},
+		{"refund retry", 1, 20, func([]int64) error {
+			_, err := store.RefundRetry(b.ctx, refunds.Token, refunds.Rows[1], time.Minute, errors.New("x"))
+			return err
+		}},
+		{"refund given up", 1, 20, func([]int64) error {
+			_, err := store.RefundGivenUp(b.ctx, refunds.Token, refunds.Rows[2], "x")
+			return err
+		}},
+		{"claim tasks", 16, 10 * 16, func([]int64) (err error) {
+			tasks, err = store.ClaimTasks(b.ctx, 16, time.Minute)
+			if len(tasks.Rows) != 16 {
+				return fmt.Errorf("%d claimed", len(tasks.Rows))
+			}
+			return err
+		}},
+		{"task done", 1, 20, func([]int64) error {
+			_, err := store.TaskDone(b.ctx, tasks.Token, tasks.Rows[0], "closed")
+			return err
+		}},
+		{"task retry", 1, 20, func([]int64) error {
+			_, err := store.TaskRetry(b.ctx, tasks.Token, tasks.Rows[1], time.Minute, errors.New("x"))
 			return err
 		}},
 		{"cancel by hand", 1, 100, func(ids []int64) error {
@@ -259,6 +321,53 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 		}},
 		{"mark parked", 100, 10 * 100, func([]int64) error {
 			_, err := store.MarkParked(b.ctx, claim.Token, claimed(claim)[400:], "x")
+			return err
+		}},
+		{"list parked", 50, 5 * 50, func([]int64) (err error) {
+			parked, err = store.ListParked(b.ctx, orders.ParkedFilter{Limit: 50})
+			if len(parked) != 50 {
+				return fmt.Errorf("%d listed", len(parked))
+			}
+			return err
+		}},
+		{"list parked in any state, the second page", 50, 8 * 50, func([]int64) (err error) {
+			_, err = store.ListParked(b.ctx, orders.ParkedFilter{Limit: 50, After: &parked[49], States: []string{orders.StateParked, orders.StateRetried, orders.StateDiscarded}})
+			return err
+		}},
+		{"retry parked", 1, 60, func([]int64) error {
+			r, err := store.RetryParked(b.ctx, parked[0].ID, "ann")
+			if !r.Done {
+				return fmt.Errorf("%+v", r)
+			}
+			return err
+		}},
+		{"retry a parked message", 100, 15 * 100, func(ids []int64) error {
+			body, err := orders.EncodeExpiry(orders.Expiry{Due: noon, Orders: text(ids...)})
+			if err != nil {
+				return err
+			}
+			if err := store.Park(b.ctx, orders.Parked{What: orders.ParkedMessage, Ref: "m", Reason: "x", Body: body}); err != nil {
+				return err
+			}
+			r, err := store.RetryParked(b.ctx, b.db.Int(t, "SELECT id FROM parked WHERE what = 'message' AND ref = 'm'"), "ann")
+			if len(r.Orders) != 100 {
+				return fmt.Errorf("%+v", r)
+			}
+			return err
+		}},
+		{"discard parked", 1, 30, func([]int64) error {
+			_, _, err := store.DiscardParked(b.ctx, parked[1].ID, "ann", "x")
+			return err
+		}},
+		{"read story", 1, 100, func([]int64) error {
+			id, err := orders.ParseID(parked[2].Ref)
+			if err != nil {
+				return err
+			}
+			s, err := store.ReadStory(b.ctx, id)
+			if s.Order == nil || len(s.Parked) != 1 {
+				return fmt.Errorf("%+v", s)
+			}
 			return err
 		}},
 		{"purge", 500, 8 * 500, func([]int64) error {
@@ -329,8 +438,15 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 					wanted = true // no table of ours
 				case "orders", "o", "order_items", "stock_ledger", "stock", "s", "payments", "parked":
 					wanted = got.key == "PRIMARY" || got.key == "orders_by_deadline" || got.key == "parked_by_state"
+					wanted = wanted || got.key == "payments_by_order" || got.key == "parked_by_ref"
+				case "order_events":
+					wanted = got.key == "order_events_by_order"
 				case "outbox", "b":
 					wanted = got.key == "PRIMARY" || got.key == "outbox_to_do"
+				case "refunds":
+					wanted = got.key == "PRIMARY" || got.key == "refunds_to_do" || got.key == "refunds_by_order"
+				case "gateway_tasks":
+					wanted = got.key == "PRIMARY" || got.key == "gateway_tasks_to_do"
 				default: // <union2,3> and the like: rows that the statement brings along
 					wanted = strings.HasPrefix(got.table, "<")
 				}

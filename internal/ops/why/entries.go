@@ -187,6 +187,8 @@ func (t *teller) told(e orders.Event) string {
 		return fmt.Sprintf("parked %s was given back to the normal path", e.Text("parked"))
 	case orders.EventDiscarded:
 		return fmt.Sprintf("parked %s was discarded: \"%s\"", e.Text("parked"), e.Text("reason"))
+	case orders.EventStockMissing:
+		return fmt.Sprintf("the stock of %s did not have the %s pieces that were to be moved (%s)", e.Text("sku"), e.Text("quantity"), e.Text("move"))
 	case orders.EventReconciled:
 		return fmt.Sprintf("run %s of reconcile found it overdue: %s", e.Text("run"), e.Text("because"))
 	}

@@ -226,7 +226,7 @@ var cases = []struct {
 	{"its dead letter is discarded", story(-25*minute, sent(-55*minute, -25*minute), parked(orders.ParkedMessage, "01AB", "dead letter of %DLQ%order-timeout-cg", orders.StateDiscarded))},
 	{"a later message than the parked one is on its way", story(12*minute, sent(-5*minute, 12*minute), parked(orders.ParkedMessage, "00FF", "dead letter of %DLQ%order-timeout-cg", orders.StateParked))},
 
-	{"a state of a newer build", story(-hour, func(s *orders.Story) { s.Order.Status = "shipped" }, event(-50*minute, "shipped_out", "newer", `{"by":"drone"}`), event(-40*minute, orders.EventStockMissing, "lapse", `{"sku":"tea"}`))},
+	{"a state of a newer build", story(-hour, func(s *orders.Story) { s.Order.Status = "shipped" }, event(-50*minute, "shipped_out", "newer", `{"by":"drone"}`), event(-40*minute, orders.EventStockMissing, "lapse", `{"sku":"tea","quantity":2,"move":"release"}`))},
 	{"no such order", orders.Story{ID: 17, Now: now}},
 	{"no such order, though a message named it", orders.Story{ID: 17, Now: now, ReadOnly: true, Parked: []orders.ParkedRow{{ID: 4, Parked: orders.Parked{What: orders.ParkedOrder, Ref: "17", Reason: "a timed message names this order, and there is none"}, Times: 2, FirstAt: at(-hour), LastAt: at(-minute), State: orders.StateParked}},
 		Events: []orders.Event{happened(-hour, orders.EventParked, "lapse", `{"reason":"a timed message names this order, and there is none"}`)}}},
@@ -286,6 +286,28 @@ func TestEveryStateOfAnOrderIsAnsweredWithItsReason(t *testing.T) {
 		if gotLines[i] != wantLines[i] {
 			t.Errorf("line %d\n%s\nwant\n%s", i+1, gotLines[i], wantLines[i])
 		}
+	}
+}
+
+// A kind that is told by its name alone is one of a newer build, or one that was forgotten here.
+func TestEveryKindOfEventIsToldInWords(t *testing.T) {
+	t.Parallel()
+	source, err := os.ReadFile("../../../orders/event.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	kinds := regexp.MustCompile(`Event[A-Za-z]+ += "([a-z_]+)"`).FindAllStringSubmatch(string(source), -1)
+	if len(kinds) < 10 {
+		t.Fatalf("%d kinds of events", len(kinds))
+	}
+	for _, m := range kinds {
+		told := (&teller{}).told(happened(0, m[1], "lapse", `{"odd":1}`))
+		if strings.Contains(told, "odd") {
+			t.Errorf("an event of kind %s is told as %q", m[1], told)
+		}
+	}
+	if told := (&teller{}).told(happened(0, "shipped_out", "newer", `{"odd":1}`)); told != `shipped out {"odd":1}` {
+		t.Errorf("an unknown kind is told as %q", told)
 	}
 }
 
