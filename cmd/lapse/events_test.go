@@ -1,12 +1,14 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -153,4 +155,65 @@ func TestTheRelayNamesTheTopicOfEventsThatIsMissing(t *testing.T) {
 		status, body := p.get(t, "/readyz")
 		return status != 200 && strings.Contains(body, "no-such-topic")
 	})
+}
+
+// TestARelayKilledBetweenSendAndMarkOfAnEventSendsItAgain under the same id, and the order's next event after it.
+func TestARelayKilledBetweenSendAndMarkOfAnEventSendsItAgain(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	const topic = "order-events"
+	b.broker.CreateTopic(topic, lapsetest.Normal, 8)
+	loud, err := orders.Open(b.db.DSN, orders.Config{MaxOpenConns: 2, Events: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = loud.Close() }()
+	// No deadline: there is no other message than those that tell of the order.
+	o, err := loud.Place(t.Context(), orders.NewOrder{Currency: "EUR", Amount: 100, NoDeadline: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := loud.RecordPayment(t.Context(), orders.Payment{Gateway: "bank", TransactionID: "1", OrderID: o.ID, Currency: "EUR", Amount: 100}); err != nil {
+		t.Fatal(err)
+	}
+	arrived, proceed := make(chan struct{}, 1), make(chan struct{})
+	remove := b.broker.Control(lapsetest.SendMessage, func(ctx context.Context, _ any) (any, error, bool) {
+		select {
+		case arrived <- struct{}{}:
+		default:
+		}
+		select {
+		case <-proceed:
+		case <-ctx.Done():
+		}
+		return nil, nil, false
+	})
+	environ := b.environ(append(slices.Clone(relayQuickly), "LAPSE_EVENTS_TOPIC="+topic)...)
+	first := spawn(t, environ, "relay")
+	await(t, arrived, "the send begins")
+	free := b.lock(t, "SELECT id FROM event_outbox FOR UPDATE")
+	close(proceed)
+	eventually(t, "the event is stored and its mark waits", func() bool { return len(b.broker.Sent(topic)) == 1 && b.waiting(t, "UPDATE event_outbox%") == 1 })
+	first.signal(syscall.SIGKILL)
+	if code := first.wait(t); code != -1 {
+		t.Fatalf("the relay ends with %d, want a kill", code)
+	}
+	remove()
+	free()
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM event_outbox WHERE state = 'sent'"); n != 0 {
+		t.Fatalf("%d events are marked sent, want none", n)
+	}
+	spawn(t, environ, "relay")
+	eventually(t, "both events are sent and marked", func() bool { return b.db.Int(t, "SELECT COUNT(*) FROM event_outbox WHERE state = 'sent'") == 2 })
+	var told []string
+	for _, m := range b.broker.Sent(topic) {
+		var e struct{ ID string }
+		if err := json.Unmarshal(m.Body, &e); err != nil {
+			t.Fatal(err)
+		}
+		told = append(told, e.ID)
+	}
+	if want := []string{fmt.Sprintf("%d-1", o.ID), fmt.Sprintf("%d-1", o.ID), fmt.Sprintf("%d-2", o.ID)}; !slices.Equal(told, want) {
+		t.Errorf("told %v, want %v", told, want)
+	}
 }
