@@ -50,7 +50,10 @@ The exit code is 1 where there is no such order.`,
 			} else if answer.Order != nil || len(answer.Entries) > 0 {
 				a.printAnswer(answer)
 			}
-			if answer.Order == nil {
+			switch {
+			case answer.Order == nil && answer.ReadOnly:
+				return fmt.Errorf("there is no order %d on this server, a replica, which may be behind", id)
+			case answer.Order == nil:
 				return fmt.Errorf("there is no order %d", id)
 			}
 			return nil

@@ -231,7 +231,7 @@ func (t *teller) addOwed(add adder) {
 	for _, task := range t.Tasks {
 		text := ""
 		if task.LastError != "" {
-			text = "; " + times(task.Attempts, "attempt") + " failed, the last because " + task.LastError
+			text = "; " + failures(task.Attempts, task.LastError)
 		}
 		at := task.AvailableAt
 		if at.Before(t.Now) {

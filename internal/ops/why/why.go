@@ -203,6 +203,9 @@ func (t *teller) missing() verdict {
 	} else {
 		v.says += ": it was never placed, or retention has purged it"
 	}
+	if t.ReadOnly {
+		v.says += "; this is said by a replica, which may be behind"
+	}
 	return v
 }
 
@@ -430,7 +433,7 @@ func (t *teller) closing() string {
 		}
 		fmt.Fprintf(&b, "; %s", what)
 		if task.LastError != "" {
-			fmt.Fprintf(&b, " (%s failed, the last because %s)", times(task.Attempts, "attempt"), task.LastError)
+			fmt.Fprintf(&b, " (%s)", failures(task.Attempts, task.LastError))
 		}
 	}
 	return b.String()
@@ -475,7 +478,7 @@ func whyBack(reason string) string {
 func refundState(r orders.RecordedRefund, now time.Time) string {
 	failed := ""
 	if r.LastError != "" {
-		failed = fmt.Sprintf("%s failed, the last because %s", times(r.Attempts, "attempt"), r.LastError)
+		failed = failures(r.Attempts, r.LastError)
 	}
 	switch {
 	case r.State == "done" && r.GatewayRefundID != "":
@@ -492,6 +495,14 @@ func refundState(r orders.RecordedRefund, now time.Time) string {
 		return "are still to be given back: " + failed
 	}
 	return "are to be given back"
+}
+
+// failures says how often something failed. A retry by hand begins to count anew, and the last error stays.
+func failures(attempts int, last string) string {
+	if attempts == 0 {
+		return "earlier attempts failed, the last because " + last
+	}
+	return fmt.Sprintf("%s failed, the last because %s", times(attempts, "attempt"), last)
 }
 
 func since(p orders.ParkedRow) string {

@@ -173,6 +173,8 @@ var cases = []struct {
 		refund(-hour+5*sec, orders.RefundLate, "given_up", func(r *orders.RecordedRefund) { r.Attempts, r.LastError = 12, "account closed" }),
 		event(-20*minute, orders.EventRefundGivenUp, "gateway:bank", `{"gateway":"bank","transaction_id":"T-2","refund":"990","currency":"EUR","reason":"late","because":"account closed"}`),
 		parked(orders.ParkedPayment, "bank:T-2", "990 EUR of order 17 (late) cannot be refunded: account closed", orders.StateParked))},
+	{"cancelled, paid late, the refund tried again by hand", story(-hour, sent(-90*minute, -hour), timedOut(-hour+80*time.Millisecond, 80*time.Millisecond),
+		refund(-hour+5*sec, orders.RefundLate, "pending", func(r *orders.RecordedRefund) { r.LastError = "account closed" }), parked(orders.ParkedPayment, "bank:T-2", "990 EUR of order 17 (late) cannot be refunded: account closed", orders.StateRetried))},
 	{"cancelled, paid four times", story(-hour, sent(-90*minute, -hour), timedOut(-hour+80*time.Millisecond, 80*time.Millisecond), refund(-9*minute, orders.RefundLate, "done"), refund(-8*minute, orders.RefundLate, "pending"), refund(-7*minute, orders.RefundLate, "pending"), refund(-6*minute, orders.RefundLate, "pending"))},
 	{"cancelled, the gateway's page perhaps open", story(-hour, sent(-90*minute, -hour), timedOut(-hour+80*time.Millisecond, 80*time.Millisecond), func(s *orders.Story) {
 		s.Tasks = []orders.PendingTask{{Kind: orders.TaskClose, Attempts: 2, CreatedAt: at(-hour), AvailableAt: at(30 * sec), LastError: "gateway: time-out"}}
