@@ -45,6 +45,9 @@ func (b *bundle) refused(t *testing.T, names string, change ...func(*reconcile.C
 	}
 }
 
+// inMariaDB writes a statement about replication in MariaDB's words.
+var inMariaDB = strings.NewReplacer("CHANGE REPLICATION SOURCE TO SOURCE_", "CHANGE MASTER TO MASTER_", "REPLICA", "SLAVE")
+
 func within(d time.Duration) func(*reconcile.Config) {
 	return func(c *reconcile.Config) { c.MaxLag = d }
 }
@@ -63,13 +66,18 @@ func TestAReplicaThatCannotBeReliedOn(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = admin.Close() })
+	var version string
+	if err := admin.QueryRowContext(t.Context(), "SELECT VERSION()").Scan(&version); err != nil {
+		t.Fatal(err)
+	}
+	maria := strings.Contains(version, "MariaDB")
 	on := func(t *testing.T) *bundle {
 		return setupOn(t, stack.MySQLAdminDSN(), stack.Getenv("LAPSE_MYSQL_DSN_RECONCILE"), stack.Getenv("LAPSE_MYSQL_DSN_REPLICA"))
 	}
 	replication := func(t *testing.T, statement string) {
 		t.Helper()
-		if strings.Contains(stack.Getenv("LAPSE_TEST_FLAVOR"), "mariadb") {
-			statement = strings.ReplaceAll(statement, "REPLICA", "SLAVE")
+		if maria {
+			statement = inMariaDB.Replace(statement)
 		}
 		if _, err := admin.ExecContext(t.Context(), statement); err != nil {
 			t.Fatalf("%s: %v", statement, err)
@@ -89,7 +97,7 @@ func TestAReplicaThatCannotBeReliedOn(t *testing.T) {
 		more := b.overdue(1, 60)
 		begun := time.Now()
 		report := b.run(b.reconciler(within(300*time.Millisecond), func(c *reconcile.Config) { c.OnLag, c.PrimaryRate, c.Batch = reconcile.OnLagPrimary, 50, 10 }), reconcile.Options{Audit: true})
-		if !report.Primary || report.Cancelled != 61 || report.Violations() != 0 || report.Server != b.serverOf(b.db.SQL.QueryRowContext) {
+		if !report.Primary || report.Cancelled != 61 || report.Violations() != 0 || report.Server != b.serverOf(b.db.SQL) {
 			t.Errorf("report %+v, want 61 cancelled from the primary", report)
 		}
 		if took := time.Since(begun); took < time.Second {
@@ -136,6 +144,24 @@ func TestAReplicaThatCannotBeReliedOn(t *testing.T) {
 		replication(t, "STOP REPLICA SQL_THREAD")
 		replication(t, "CHANGE REPLICATION SOURCE TO SOURCE_DELAY = 0")
 		replication(t, "START REPLICA SQL_THREAD")
+	})
+
+	t.Run("applies transactions in an order of its own", func(t *testing.T) {
+		b := on(t)
+		if b.isMariaDB() {
+			return // it has no such setting
+		}
+		id := b.place()
+		for _, order := range []string{"OFF", "ON"} {
+			replication(t, "STOP REPLICA SQL_THREAD")
+			replication(t, "SET GLOBAL replica_preserve_commit_order = "+order)
+			replication(t, "START REPLICA SQL_THREAD")
+			if order == "OFF" {
+				b.refused(t, "replica_preserve_commit_order is off")
+			}
+		}
+		b.run(b.reconciler(), reconcile.Options{})
+		b.wantOnce([]int64{id})
 	})
 
 	t.Run("stale about a payment", func(t *testing.T) {
@@ -348,8 +374,9 @@ func TestAnotherServerInTheMiddleOfARunEndsIt(t *testing.T) {
 		t.Fatal(err)
 	}
 	p := &switching{Connector: one, other: two}
-	b.replica = sql.OpenDB(p)
-	t.Cleanup(func() { _ = b.replica.Close() })
+	proxied := sql.OpenDB(p)
+	t.Cleanup(func() { _ = proxied.Close() })
+	b.replica = proxied
 
 	report, err := b.reconciler(func(c *reconcile.Config) { c.Page = 50 }).Run(b.ctx, reconcile.Options{})
 

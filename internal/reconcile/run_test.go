@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -57,7 +58,7 @@ func TestEveryOrderThatTheMessagesMissedIsCancelledHoweverOld(t *testing.T) {
 	if report.Counts != want || report.Kind != "full" || report.Resumed || report.Primary || report.Violations() != 0 || len(report.Audit) < 12 {
 		t.Errorf("report %+v\nwant the counts %+v, and an audit without findings", report, want)
 	}
-	if uuid := b.serverOf(b.replica.QueryRowContext); report.Server != uuid {
+	if uuid := b.serverOf(b.replica); report.Server != uuid {
 		t.Errorf("server %q was scanned, want the replica %q", report.Server, uuid)
 	}
 	if got := b.db.Text(t, "SELECT CONCAT_WS(' ', state, alone, lease_token, scanned, cancelled, never_sent, cutoff_at = started_at, finished_at >= started_at) FROM reconcile_runs"); got != "done 5 5 5 1 1" {
@@ -549,5 +550,48 @@ func TestAConfigurationThatCannotWorkIsRefused(t *testing.T) {
 	}
 	if _, err := reconcile.New(b.store, b.store, nil, reconcile.Config{}); err == nil {
 		t.Error("no replica is taken without a word")
+	}
+}
+
+// The times are scaled down: a grace of a second, and a run every 300 ms. The message path's lateness is measured beside it by lapse bench steady and in
+// every demo.
+//
+// case JOB-5
+func TestAloneReconcileIsLateByItsGraceAndItsIntervalAndTheReadmeSaysSo(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	const grace, interval = time.Second, 300 * time.Millisecond
+	b.plant(1, 40, func(i int) string { return fmt.Sprintf("UTC_TIMESTAMP(3) + INTERVAL %d MICROSECOND", 50_000*i) })
+	r := b.reconciler(func(c *reconcile.Config) { c.Grace = grace })
+	tick := time.NewTicker(interval)
+	defer tick.Stop()
+	var longest time.Duration // of a run
+	var before time.Time
+	for b.db.Int(t, "SELECT COUNT(*) FROM orders WHERE status = 'unpaid'") > 0 {
+		begun := time.Now()
+		if !before.IsZero() {
+			longest = max(longest, begun.Sub(before))
+		}
+		before = begun
+		b.run(r, reconcile.Options{})
+		longest = max(longest, time.Since(begun))
+		<-tick.C
+	}
+	lateness := func(aggregate string) time.Duration {
+		return time.Duration(b.db.Int(t, "SELECT "+aggregate+"(TIMESTAMPDIFF(MICROSECOND, deadline_at, cancelled_at)) FROM orders")) * time.Microsecond
+	}
+	least, most := lateness("MIN"), lateness("MAX")
+	t.Logf("late by %s to %s, at a grace of %s and runs up to %s apart", least, most, grace, longest)
+	if least < grace || most > grace+2*longest+interval {
+		t.Errorf("late by %s to %s; want at least the grace, %s, and at most what lies between two runs more", least, most, grace)
+	}
+	text, err := os.ReadFile("../../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, part := range []string{"up to a day and `reconcile.grace` after its\ndeadline", "lateness p50"} {
+		if !strings.Contains(string(text), part) {
+			t.Errorf("the README does not say %q", part)
+		}
 	}
 }

@@ -5,6 +5,8 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/lapse-orders/lapse/orders"
@@ -109,6 +111,9 @@ func (u *run) openReplica(ctx context.Context) (_ *source, err error) {
 	if s.scan.Server() == p.scan.Server() {
 		return nil, fmt.Errorf("%w: it is the primary itself, %s; name a replica of it, or let the primary be scanned (on_lag primary)", ErrReplica, s.scan.Server())
 	}
+	if err := u.inOrder(ctx, s); err != nil {
+		return nil, err
+	}
 	if err := u.await(ctx, s, u.place.beat); err != nil {
 		return nil, err
 	}
@@ -123,8 +128,40 @@ const (
 	markerPauseMax = 200 * time.Millisecond
 )
 
-// await waits up to MaxLag until the replica shows what this run has written on the primary at an instant, or later. Replication applies
-// transactions in their order, or at least none that begin after another one's end before that one, so what was committed before is there, too.
+// inOrder refuses a replica that shows transactions in another order than the primary committed them: with several appliers and
+// replica_preserve_commit_order off the marker may be there before an order that is older. MariaDB has no such setting: within a domain it keeps
+// the order.
+func (u *run) inOrder(ctx context.Context, s *source) error {
+	appliers, keeps := 0, true
+	err := s.ask(ctx, u.cfg.ReadTimeout, func(ctx context.Context) (err error) {
+		// Each of the two has an older name; a server lists those that it knows.
+		rows, err := s.conn.QueryContext(ctx, `SHOW GLOBAL VARIABLES WHERE Variable_name IN
+			('replica_preserve_commit_order', 'slave_preserve_commit_order', 'replica_parallel_workers', 'slave_parallel_workers')`)
+		if err != nil {
+			return fmt.Errorf("ask in what order it applies transactions: %w", err)
+		}
+		defer func() { err = errors.Join(err, rows.Close()) }()
+		for rows.Next() {
+			var name, value string
+			if err := rows.Scan(&name, &value); err != nil {
+				return err
+			}
+			if strings.HasSuffix(name, "_order") {
+				keeps = value == "ON" || value == "1"
+			} else if appliers, err = strconv.Atoi(value); err != nil {
+				return fmt.Errorf("read %s: %w", name, err)
+			}
+		}
+		return rows.Err()
+	})
+	if err == nil && appliers > 1 && !keeps {
+		err = fmt.Errorf("%w: it has %d appliers and replica_preserve_commit_order is off, so that what it shows may lack something older; set it ON there, or replica_parallel_workers to 1", ErrReplica, appliers)
+	}
+	return err
+}
+
+// await waits up to MaxLag until the replica shows what this run has written on the primary at an instant, or later. Transactions are shown in the
+// order of their commits, so what was committed before is there, too.
 func (u *run) await(ctx context.Context, s *source, at time.Time) error {
 	pause := markerPauseMin
 	for begun := time.Now(); ; {
