@@ -3,6 +3,7 @@ package trial
 import (
 	"context"
 	"crypto/rand"
+	"database/sql"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -13,6 +14,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/go-sql-driver/mysql"
+
+	"github.com/lapse-orders/lapse/internal/payments/paytest"
 	"github.com/lapse-orders/lapse/internal/rmq"
 	"github.com/lapse-orders/lapse/orders"
 	"github.com/lapse-orders/lapse/producer"
@@ -128,6 +132,7 @@ type demo struct {
 	between    *goBetween    // nil: nothing is lost
 	before     map[int64]Row // what reconcile found; nil: it was not run
 	reconciled *Reconciled
+	service    *paytest.Service // nil: the refunds are left out
 
 	client *producer.Client
 	stock  *orders.Store // fills the shelf, which is no verb of a checkout
@@ -169,8 +174,8 @@ func (d *demo) connect(ctx context.Context) error {
 		return fmt.Errorf("MySQL is %w for the reading user: %w; %s", ErrMissing, err, how)
 	}
 	if d.cfg.ReplicaDSN != "" {
-		if err := ping(ctx, d.cfg.ReplicaDSN); err != nil {
-			return fmt.Errorf("the replica is %w: %w; bring it up: %s", ErrMissing, err, withReplica)
+		if err := pingReplica(ctx, d.cfg.ReplicaDSN); err != nil {
+			return err
 		}
 	}
 	var dialer net.Dialer
@@ -188,12 +193,22 @@ func (d *demo) connect(ctx context.Context) error {
 // withReplica is how to get a replica.
 const withReplica = `scripts/stack up --with replica && eval "$(scripts/stack env)"`
 
-func ping(ctx context.Context, dsn string) error {
-	store, err := orders.Open(dsn, orders.Config{MaxOpenConns: 1})
+// pingReplica asks whether a replica is there and takes the account. It names no database: a replica may get one that was just made later than
+// we ask.
+func pingReplica(ctx context.Context, dsn string) error {
+	parsed, err := mysql.ParseDSN(dsn)
 	if err != nil {
-		return err
+		return fmt.Errorf("%w: a DSN of the replica cannot be read; expected user:password@tcp(host:port)/database", ErrUsage)
 	}
-	return errors.Join(store.DB().PingContext(ctx), store.Close())
+	parsed.DBName = ""
+	db, err := sql.Open("mysql", parsed.FormatDSN())
+	if err == nil {
+		err = errors.Join(db.PingContext(ctx), db.Close())
+	}
+	if err != nil {
+		return fmt.Errorf("the replica is %w: %w; bring it up: %s", ErrMissing, err, withReplica)
+	}
+	return nil
 }
 
 func (d *demo) disconnect() error {
@@ -220,7 +235,14 @@ func (d *demo) run(ctx context.Context) (_ Report, err error) {
 	interrupted := ctx
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
-	crew := newCrew(d.cfg.Binary, d.cfg.Env, d.dir, stop)
+	if err := d.openGateway(ctx); err != nil {
+		return Report{}, err
+	}
+	if d.service != nil {
+		// When the processes have ended.
+		defer func() { err = errors.Join(err, d.service.Close()) }()
+	}
+	crew := newCrew(d.cfg.Binary, d.environment(), d.dir, stop)
 	defer func() {
 		if interrupted.Err() != nil {
 			d.display.Say("%s  interrupted, ending the processes; once more ends them at once", clock(time.Since(d.started)))
@@ -260,6 +282,11 @@ func (d *demo) run(ctx context.Context) (_ Report, err error) {
 			return Report{}, cause(ctx, err)
 		}
 	}
+	if d.service != nil {
+		if err := d.awaitRefunds(ctx); err != nil {
+			return Report{}, cause(ctx, err)
+		}
+	}
 	// Everybody stops first: nothing may move under the audit, and what the processes still had to write is written.
 	d.display.Say("%s  ending the processes and checking", clock(time.Since(d.started)))
 	if err := crew.end(endWithin); err != nil {
@@ -293,8 +320,12 @@ func (d *demo) fillShelf(ctx context.Context) error {
 
 // startAll starts the relay and the consumers side by side, waits until all are ready, and gives the first consumer.
 func (d *demo) startAll(ctx context.Context, crew *crew) (first *process, err error) {
-	d.display.Say("%s  starting a relay and %d consumers", clock(time.Since(d.started)), consumers)
-	all := make([]*process, 0, 1+consumers)
+	also := ""
+	if d.service != nil {
+		also = ", and lapse refund"
+	}
+	d.display.Say("%s  starting a relay and %d consumers%s", clock(time.Since(d.started)), consumers, also)
+	all := make([]*process, 0, 2+consumers)
 	args := d.args("relay")
 	if d.between != nil {
 		d.display.Say("%s  the relay's messages pass a go-between, which loses %g %% of them", clock(time.Since(d.started)), d.cfg.Lose)
@@ -307,6 +338,12 @@ func (d *demo) startAll(ctx context.Context, crew *crew) (first *process, err er
 	all = append(all, p)
 	for n := range consumers {
 		if p, err = d.startConsumer(crew, n+1); err != nil {
+			return nil, err
+		}
+		all = append(all, p)
+	}
+	if d.service != nil {
+		if p, err = crew.start("refund", d.refundArgs()...); err != nil {
 			return nil, err
 		}
 		all = append(all, p)
@@ -329,9 +366,9 @@ func (d *demo) startConsumer(crew *crew, n int) (*process, error) {
 }
 
 // args gives the arguments of a process. The user's own settings come after ours and win, but for the addresses: all processes run on one
-// machine.
+// machine, and no payment service is to be asked about orders of a demo.
 func (d *demo) args(args ...string) []string {
-	return append(append(append(args, "--set", "log.format=text"), d.cfg.Args...), "--set", "http.pprof=")
+	return append(append(append(args, "--set", "log.format=text"), d.cfg.Args...), "--set", "http.pprof=", "--set", "gateway.url=")
 }
 
 // watch shows the progress, kills a consumer in the middle of the cancels, and returns when every order is final, or when its time is up:
@@ -477,6 +514,11 @@ func (d *demo) report(ctx context.Context, kills []Kill) (Report, error) {
 		return Report{}, err
 	}
 	r.Checks = inOrder(fold(d.middle, audit), Compare(accounts, rows))
+	if d.service != nil {
+		var check orders.Check
+		check, r.MoneyBack = compareMoneyBack(rows, d.minID, d.service.Refunds())
+		r.Checks = inOrder(r.Checks, []orders.Check{check})
+	}
 	if d.reconciled != nil {
 		var lost loss
 		if d.between != nil {

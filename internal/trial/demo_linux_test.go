@@ -41,7 +41,7 @@ func setup(t *testing.T) *bundle {
 		"LAPSE_ROCKETMQ_ENDPOINTS": broker.Endpoints, "LAPSE_ROCKETMQ_TLS_ENABLED": "false",
 		"LAPSE_ROCKETMQ_TOPIC": broker.NewTopic(t, admin.Delay), "LAPSE_ROCKETMQ_GROUP": broker.NewGroup(t, 16),
 	}
-	for _, name := range []string{"LAPSE_MYSQL_DSN", "LAPSE_MYSQL_DSN_MIGRATE", "LAPSE_MYSQL_DSN_RELAY", "LAPSE_MYSQL_DSN_CONSUME", "LAPSE_MYSQL_DSN_READ", "LAPSE_MYSQL_DSN_RECONCILE"} {
+	for _, name := range []string{"LAPSE_MYSQL_DSN", "LAPSE_MYSQL_DSN_MIGRATE", "LAPSE_MYSQL_DSN_RELAY", "LAPSE_MYSQL_DSN_CONSUME", "LAPSE_MYSQL_DSN_READ", "LAPSE_MYSQL_DSN_RECONCILE", "LAPSE_MYSQL_DSN_REFUND"} {
 		b.useAccount(t, name)
 	}
 	var err error
@@ -265,6 +265,9 @@ func TestTheDemoHoldsEveryInvariantThoughAConsumerIsKilled(t *testing.T) {
 			t.Errorf("no order of kind %s", k.Kind)
 		}
 	}
+	if m := report.MoneyBack; m == nil || m.Refunds != total.Refunds || m.Amount != total.Refunded || m.Calls < m.Refunds {
+		t.Errorf("money back %+v, refunds %d of %d", m, total.Refunds, total.Refunded)
+	}
 	if l := report.Lateness; l.Orders != total.Timeout || l.P50 < 0 || l.P50 > l.P99 || l.P99 > l.Max {
 		t.Errorf("lateness %+v of %d timeouts", l, total.Timeout)
 	}
@@ -283,14 +286,15 @@ func TestTheDemoHoldsEveryInvariantThoughAConsumerIsKilled(t *testing.T) {
 
 	// The report against the tables, by queries of this test's own.
 	for query, want := range map[string]int{
-		"SELECT COUNT(*) FROM orders":                                                           total.Orders - total.Refused,
-		"SELECT COUNT(*) FROM orders WHERE status = 'paid'":                                     total.Paid,
-		"SELECT COUNT(*) FROM orders WHERE cancel_reason = 'timeout'":                           total.Timeout,
-		"SELECT COUNT(*) FROM orders WHERE status = 'cancelled' AND cancel_reason <> 'timeout'": total.Hand,
-		"SELECT COUNT(*) FROM refunds":                                                          total.Refunds,
-		"SELECT SUM(amount) FROM refunds":                                                       int(total.Refunded),
+		"SELECT COUNT(*) FROM orders":                                                                                            total.Orders - total.Refused,
+		"SELECT COUNT(*) FROM orders WHERE status = 'paid'":                                                                      total.Paid,
+		"SELECT COUNT(*) FROM orders WHERE cancel_reason = 'timeout'":                                                            total.Timeout,
+		"SELECT COUNT(*) FROM orders WHERE status = 'cancelled' AND cancel_reason <> 'timeout'":                                  total.Hand,
+		"SELECT COUNT(*) FROM refunds":                                                                                           total.Refunds,
+		"SELECT COUNT(*) FROM refunds WHERE state = 'done' AND gateway_refund_id <> ''":                                          total.Refunds,
+		"SELECT SUM(amount) FROM refunds":                                                                                        int(total.Refunded),
 		"SELECT MAX(TIMESTAMPDIFF(MICROSECOND, deadline_at, cancelled_at)) DIV 1000 FROM orders WHERE cancel_reason = 'timeout'": int(report.Lateness.Max),
-		"SELECT COUNT(*) FROM parked": 0,
+		"SELECT COUNT(*) FROM parked":                                                                                            0,
 	} {
 		if got := b.db.Int(t, query); got != int64(want) {
 			t.Errorf("%s: %d, the report says %d", query, got, want)
@@ -343,12 +347,20 @@ func TestLeftoversOfAnEarlierRunDoNotDisturb(t *testing.T) {
 	}
 	// An order that broke long ago is no order of the next run.
 	b.db.Exec(t, "INSERT INTO orders (id, channel, user_id, currency, amount, status, created_at, paid_at) VALUES (5, 'old', '', 'EUR', 1, 'paid', UTC_TIMESTAMP(3), UTC_TIMESTAMP(3))")
+	// And a refund of somebody's own gateway is not the demo's to make, or to give up.
+	b.db.Exec(t, "INSERT INTO payments (gateway, transaction_id, order_id, currency, amount, received_at, outcome) VALUES ('bank', 'T-1', 5, 'EUR', 2, UTC_TIMESTAMP(3), 'accepted')")
+	b.db.Exec(t, `INSERT INTO refunds (gateway, transaction_id, order_id, amount, currency, reason, state, attempts, created_at, available_at)
+		VALUES ('bank', 'T-1', 5, 1, 'EUR', 'excess', 'pending', 0, UTC_TIMESTAMP(3), UTC_TIMESTAMP(3))`)
 	if b.db.Int(t, "SELECT COUNT(*) FROM orders") < 2 {
 		t.Fatal("the interrupted run left no orders")
 	}
 	r = b.start(t, "--orders", "20", "--rate", "20", "--timeout", "1s", "--seed", "4")
-	if code, stdout := r.wait(t); code != 0 {
+	code, stdout := r.wait(t)
+	if code != 0 {
 		t.Fatalf("exit code %d:\n%s\n%s", code, stdout, r.stderr.String())
+	}
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM refunds WHERE gateway = 'bank' AND state = 'pending' AND attempts = 0"); n != 1 || !strings.Contains(stdout, "the refunds are left alone") {
+		t.Errorf("%d refunds of another gateway wait as before:\n%s", n, stdout)
 	}
 	b.leavesNothing(t)
 }
@@ -386,8 +398,8 @@ func TestAKilledDemoTakesItsProcessesWithIt(t *testing.T) {
 	b := setup(t)
 	r := b.start(t, "--orders", "60", "--rate", "20", "--timeout", "3s")
 	r.until(t, "placed")
-	if n := len(b.running(t, "")); n != 4 {
-		t.Errorf("%d processes run, want the demo, a relay and two consumers", n)
+	if n := len(b.running(t, "")); n != 5 {
+		t.Errorf("%d processes run, want the demo, a relay, two consumers and the refunds", n)
 	}
 	if err := r.cmd.Process.Kill(); err != nil {
 		t.Fatal(err)

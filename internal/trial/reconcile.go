@@ -47,7 +47,9 @@ type ReconciledOrder struct {
 const (
 	// reconcileGrace takes the place of reconcile.grace, which is minutes: every message has had its time when the run begins.
 	reconcileGrace = time.Second
-	// reconcileWithin bounds a run, which has to wait for the replica first.
+	// reconcileLag takes the place of reconcile.max_lag: a demo waits rather than end for a replica that others keep busy.
+	reconcileLag = 2 * time.Minute
+	// reconcileWithin bounds a run, with the waiting for the replica.
 	reconcileWithin = 3 * time.Minute
 )
 
@@ -73,7 +75,7 @@ func (d *demo) reconcile(ctx context.Context, crew *crew, ahead time.Duration) (
 	within, cancel := context.WithTimeout(ctx, reconcileWithin)
 	defer cancel()
 	args := append(d.args("reconcile", "--once", "--json", "--from", from.UTC().Format(time.RFC3339Nano), "--until", until.UTC().Format(time.RFC3339Nano)),
-		"--set", "reconcile.grace="+reconcileGrace.String())
+		"--set", "reconcile.grace="+reconcileGrace.String(), "--set", "reconcile.max_lag="+reconcileLag.String())
 	for told.RunID == 0 {
 		ran, err := crew.run(within, "reconcile", args...)
 		switch {

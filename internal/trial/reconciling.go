@@ -11,8 +11,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/go-sql-driver/mysql"
-
 	"github.com/lapse-orders/lapse/orders"
 )
 
@@ -399,17 +397,8 @@ func (p *payer) during(do func() error) ([]time.Duration, error) {
 // checkReplica makes sure that the replica is there and may be stopped.
 func (b *bench) checkReplica(ctx context.Context) error {
 	for _, dsn := range []string{b.cfg.DSNReplica, b.cfg.DSNReplicaAdmin} {
-		parsed, err := mysql.ParseDSN(dsn)
-		if err != nil {
-			return fmt.Errorf("%w: a DSN of the replica cannot be read; expected user:password@tcp(host:port)/database", ErrUsage)
-		}
-		parsed.DBName = ""
-		db, err := sql.Open("mysql", parsed.FormatDSN())
-		if err == nil {
-			err = errors.Join(db.PingContext(ctx), db.Close())
-		}
-		if err != nil {
-			return fmt.Errorf("the replica is %w: %w; bring it up: %s", ErrMissing, err, withReplica)
+		if err := pingReplica(ctx, dsn); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -37,7 +37,7 @@ func TestReconcileIsMeasuredWithItsReplicaFollowingAndStopped(t *testing.T) {
 		return state == "ON"
 	}
 	bench := func(args ...string) (*exec.Cmd, *strings.Builder, *strings.Builder) {
-		cmd := exec.CommandContext(t.Context(), binary, append([]string{"bench", "reconcile", "--total", "20000", "--alone", "1s", "--payments", "20", "--json"}, args...)...)
+		cmd := exec.CommandContext(t.Context(), binary, append([]string{"bench", "reconcile", "--total", "9000", "--alone", "1s", "--payments", "20", "--json"}, args...)...)
 		cmd.Env = append(stack.Env(), "PATH="+os.Getenv("PATH"), "HOME="+os.Getenv("HOME"), "TMPDIR="+t.TempDir())
 		var out, progress strings.Builder
 		cmd.Stdout, cmd.Stderr = &out, &progress

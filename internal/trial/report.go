@@ -31,6 +31,8 @@ type Report struct {
 	Losses *Losses `json:"losses,omitempty"`
 	// Reconcile is the run of reconcile at the end; nil without a replica.
 	Reconcile *Reconciled `json:"reconcile,omitempty"`
+	// MoneyBack is what lapse refund gave back; nil where it was left out, since the database has payments of another gateway.
+	MoneyBack *MoneyBack `json:"money_back,omitempty"`
 	// Checks are the invariants, each with the rows that were looked at: those of the tables in the middle of a run and at its end, those
 	// of the ledger (I7) at its end.
 	Checks []orders.Check `json:"checks"`
@@ -208,6 +210,7 @@ func (r Report) Print(w io.Writer, s Style) error {
 	fmt.Fprintln(&b)
 	r.printLateness(&b, s)
 	r.printReconcile(&b, s)
+	r.printMoneyBack(&b, s)
 	fmt.Fprintln(&b)
 	for _, c := range r.Checks {
 		printCheck(&b, s, c)

@@ -107,6 +107,7 @@ func exampleLost() Report {
 		lost.Orders[id], before[id] = true, Row{Status: orders.Unpaid}
 	}
 	r := example(false)
+	r.MoneyBack = &MoneyBack{Refunds: 89, Amount: 669382, Calls: 90}
 	r.Losses, r.Reconcile = losses(5, lost, before), reconciled
 	r.Checks = inOrder(r.Checks, []orders.Check{compareReconciled(lost, before, reconciled)})
 	return r

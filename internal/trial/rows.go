@@ -31,6 +31,7 @@ type PaymentRow struct {
 	Outcome      orders.PaymentOutcome
 	Refund       int64 // 0: none
 	RefundReason string
+	RefundState  string // pending, done, given_up
 }
 
 // byTimeout reports whether the order was cancelled at its deadline.
@@ -75,13 +76,13 @@ func ReadRows(ctx context.Context, db *sql.DB, run string, minID int64) (map[int
 	if err != nil {
 		return nil, fmt.Errorf("read the orders of the run: %w", err)
 	}
-	err = each(ctx, tx, `SELECT p.order_id, p.transaction_id, p.amount, p.outcome, COALESCE(r.amount, 0), COALESCE(r.reason, '')
+	err = each(ctx, tx, `SELECT p.order_id, p.transaction_id, p.amount, p.outcome, COALESCE(r.amount, 0), COALESCE(r.reason, ''), COALESCE(r.state, '')
 		FROM payments p LEFT JOIN refunds r ON r.gateway = p.gateway AND r.transaction_id = p.transaction_id
 		WHERE p.order_id >= ? AND p.gateway = ?`, []any{minID, gateway}, func(scan *sql.Rows) error {
 		var id int64
 		var transaction string
 		var p PaymentRow
-		if err := scan.Scan(&id, &transaction, &p.Amount, &p.Outcome, &p.Refund, &p.RefundReason); err != nil {
+		if err := scan.Scan(&id, &transaction, &p.Amount, &p.Outcome, &p.Refund, &p.RefundReason, &p.RefundState); err != nil {
 			return err
 		}
 		if r, ours := rows[id]; ours {

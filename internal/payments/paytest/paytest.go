@@ -8,13 +8,13 @@ package paytest
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
-	"testing"
 	"time"
 
 	"github.com/lapse-orders/lapse/internal/sign"
@@ -64,22 +64,44 @@ type Service struct {
 	wrong  []string
 }
 
+// TB is the part of testing.TB that Start needs. The demo has a service, too, and no package testing.
+type TB interface {
+	Helper()
+	Cleanup(func())
+	Error(args ...any)
+}
+
 // Start starts a service that ends with the test. Calls that do not keep to the contract fail the test.
-func Start(t testing.TB) *Service {
+func Start(t TB) *Service {
 	t.Helper()
-	s := &Service{states: map[string]string{}, paid: map[string]Payment{}, moved: map[string]*Refund{}}
-	s.server = httptest.NewServer(s)
-	s.URL = s.server.URL + "/pay"
+	s := New()
 	t.Cleanup(func() {
-		s.server.CloseClientConnections()
-		s.server.Close()
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		for _, w := range s.wrong {
-			t.Errorf("payment service: %s", w)
+		if err := s.Close(); err != nil {
+			t.Error(err)
 		}
 	})
 	return s
+}
+
+// New starts a service, on a port of the loopback. Call Close.
+func New() *Service {
+	s := &Service{states: map[string]string{}, paid: map[string]Payment{}, moved: map[string]*Refund{}}
+	s.server = httptest.NewServer(s)
+	s.URL = s.server.URL + "/pay"
+	return s
+}
+
+// Close ends the service. The error lists the calls that did not keep to the contract.
+func (s *Service) Close() error {
+	s.server.CloseClientConnections()
+	s.server.Close()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var errs []error
+	for _, w := range s.wrong {
+		errs = append(errs, fmt.Errorf("payment service: %s", w))
+	}
+	return errors.Join(errs...)
 }
 
 // Set gives an order a state, as the customer or the bank does. Orders that were never set have none.
