@@ -126,7 +126,7 @@ func TestRefundWorkerKilledBetweenAnyTwoStepsMakesOneRefund(t *testing.T) {
 			service := paytest.Start(t)
 			ids := []int64{b.owe(t), b.owe(t), b.owe(t)}
 			environ := append(b.environ(gatewayOf(service)...), "LAPSE_REFUND_POLL=10ms", "LAPSE_REFUND_BACKOFF_MIN=10ms", b.account(t, "LAPSE_MYSQL_DSN_REFUND"))
-			random := rand.New(rand.NewPCG(7, 7)) //nolint:gosec // repeatable
+			random := rand.New(rand.NewPCG(7, 7))
 			rounds := 1
 			if step == "at random" {
 				rounds = 4
@@ -316,4 +316,36 @@ func TestOrdersOfAMessageThatTheBrokerGaveUpAreCancelledByReconcile(t *testing.T
 		t.Errorf("reconcile: exit code %d, stdout %q, stderr %q", code, stdout, stderr)
 	}
 	b.cancelledOnce(t, ids...)
+}
+
+// Reconcile passes the same gate as the messages.
+func TestReconcilePassesThePaymentGateway(t *testing.T) {
+	t.Parallel()
+	b, environ := reconciling(t)
+	ids := b.overdue(t, 4)
+	service := paytest.Start(t)
+	service.Pay(ids[0], paytest.Payment{TransactionID: "T-1", Currency: "EUR", Amount: 100})
+	service.Set(ids[1], "in_progress")
+	service.Set(ids[2], "refunded")
+	service.Set(ids[3], "unpaid")
+	code, stdout, stderr := lapse(t, append(environ, gatewayOf(service)...), "reconcile", "--once")
+	if code != exitDone {
+		t.Fatalf("exit code %d, %s", code, stderr)
+	}
+	for i, want := range []orders.Status{orders.Paid, orders.Unpaid, orders.Unpaid, orders.Cancelled} {
+		if got := b.status(t, ids[i]); got != want {
+			t.Errorf("order %d is %s, want %s", ids[i], got, want)
+		}
+	}
+	for _, want := range []string{"scanned           4\n", "cancelled         1 ", "already paid      1\n", "held              1\n", "parked            1\n"} {
+		if !strings.Contains(stdout, want) {
+			t.Errorf("the report has not %q:\n%s", want, stdout)
+		}
+	}
+	if got := service.State(ids[3]); got != "closed" || service.Calls("close", 0) != 1 {
+		t.Errorf("the cancelled order's page is %s, %d pages were closed; want its own alone", got, service.Calls("close", 0))
+	}
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM order_events WHERE order_id = ? AND kind = 'reconciled'", ids[3]); n != 1 {
+		t.Errorf("%d events say that reconcile cancelled it, want 1", n)
+	}
 }

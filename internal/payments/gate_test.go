@@ -417,7 +417,9 @@ func TestAnOrderWithoutAnAnswerIsHeldAndTheOthersAreNotSlowed(t *testing.T) {
 	t.Parallel()
 	const within = 3 * time.Second
 	for name, fault := range map[string]func(paytest.Call) paytest.Fault{
-		"silent": func(c paytest.Call) paytest.Fault { return paytest.Silent(func(o paytest.Call) bool { return o.OrderID == c.OrderID }) },
+		"silent": func(c paytest.Call) paytest.Fault {
+			return paytest.Silent(func(o paytest.Call) bool { return o.OrderID == c.OrderID })
+		},
 		"slow": func(c paytest.Call) paytest.Fault {
 			return paytest.Slow(within, func(o paytest.Call) bool { return o.OrderID == c.OrderID })
 		},
