@@ -528,7 +528,8 @@ func snapshots(ctx context.Context, d *doctor, a Account) (r result, right bool)
 	db := sql.OpenDB(connector)
 	defer db.Close() //nolint:errcheck // nothing was written
 	var age, thread sql.NullInt64
-	err = db.QueryRowContext(ctx, `SELECT TIMESTAMPDIFF(SECOND, trx_started, NOW()), trx_mysql_thread_id FROM information_schema.INNODB_TRX
+	// SYSDATE is the clock that no session can set.
+	err = db.QueryRowContext(ctx, `SELECT TIMESTAMPDIFF(SECOND, trx_started, SYSDATE()), trx_mysql_thread_id FROM information_schema.INNODB_TRX
 		WHERE trx_mysql_thread_id > 0 ORDER BY trx_started LIMIT 1`).Scan(&age, &thread)
 	if number(err) == 1227 || number(err) == 1142 {
 		return unchecked(fmt.Sprintf("GRANT PROCESS ON *.* TO '%s'", parsed.User), "the account of %s lacks the right PROCESS", a.Key), false

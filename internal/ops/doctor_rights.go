@@ -128,7 +128,7 @@ func tryExplain(ctx context.Context, db *database, statement string) (err error)
 		return err
 	}
 	defer func() { err = errors.Join(err, rows.Close()) }()
-	for rows.Next() { //nolint:revive // only the end tells whether there was an error
+	for rows.Next() { // only the end tells whether there was an error
 	}
 	return rows.Err()
 }

@@ -6,6 +6,7 @@ import (
 	"database/sql"
 	"encoding/binary"
 	"encoding/hex"
+	"flag"
 	"fmt"
 	"io"
 	"net"
@@ -27,6 +28,11 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	// The tests wait for messages and time limits most of the time: more of them at once than there are cores.
+	flag.Parse()
+	if err := flag.Set("test.parallel", "12"); err != nil {
+		panic(err)
+	}
 	// A package of the official client's metrics library starts it in its init.
 	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("go.opencensus.io/stats/view.(*worker).start"))
 }
