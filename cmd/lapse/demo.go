@@ -19,11 +19,12 @@ func (a *app) demoCmd() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Run a shop against real servers for half a minute, and check every invariant",
-		Long: `Starts a relay and two consumers as processes of their own, and plays a shop that places orders through the SDK. Its
-customers pay early, in the last 50 ms, late, twice, too little or too much, report a payment three times, cancel by
-hand, get an extension, or never pay; two articles run out. In the middle one consumer is killed with SIGKILL and
-started again. When every order is final, reconcile looks on the replica for what was missed, the database is audited,
-and compared with what the shop was told.
+		Long: `Starts a relay, two consumers and lapse refund as processes of their own, and plays a shop that places orders through
+the SDK. Its customers pay early, in the last 50 ms, late, twice, too little or too much, report a payment three times,
+cancel by hand, get an extension, or never pay; two articles run out. In the middle one consumer is killed with SIGKILL
+and started again. What must not stay goes back through lapse refund and a payment service that the demo plays, too; it
+is left out where the database has payments of another gateway. When every order is final, reconcile looks on the
+replica for what was missed, the database is audited, and compared with what the shop was told.
 
 With --lose 5 a go-between stands before the broker and loses 5 % of the relay's messages: it says that they are stored,
 and never sends them on. Their orders stay unpaid past their deadlines, until reconcile cancels exactly those.
