@@ -329,23 +329,7 @@ func TestALostConnectionEndsTheRunAndTheNextDoesTheRest(t *testing.T) {
 			return
 		}
 		once.Do(func() {
-			rows, err := admin.QueryContext(b.ctx, "SELECT id FROM information_schema.processlist WHERE db = ?", b.db.Name)
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			var open []int64
-			for rows.Next() {
-				var id int64
-				if err := rows.Scan(&id); err != nil {
-					t.Error(err)
-				}
-				open = append(open, id)
-			}
-			if err := errors.Join(rows.Err(), rows.Close()); err != nil {
-				t.Error(err)
-			}
-			for _, id := range open {
+			for _, id := range connections(t, admin, b.db.Name) {
 				if _, err := admin.ExecContext(b.ctx, fmt.Sprintf("KILL %d", id)); err != nil {
 					t.Logf("kill: %v", err) // gone meanwhile
 				}
@@ -357,6 +341,28 @@ func TestALostConnectionEndsTheRunAndTheNextDoesTheRest(t *testing.T) {
 	}
 	b.run(b.reconciler(), reconcile.Options{})
 	b.wantOnce(ids)
+}
+
+// connections gives the ids of the connections to a database.
+func connections(t *testing.T, admin *sql.DB, database string) (open []int64) {
+	t.Helper()
+	rows, err := admin.QueryContext(t.Context(), "SELECT id FROM information_schema.processlist WHERE db = ?", database)
+	if err != nil {
+		t.Error(err)
+		return nil
+	}
+	defer func() { _ = rows.Close() }()
+	for rows.Next() {
+		var id int64
+		if err := rows.Scan(&id); err != nil {
+			t.Error(err)
+		}
+		open = append(open, id)
+	}
+	if err := rows.Err(); err != nil {
+		t.Error(err)
+	}
+	return open
 }
 
 // A proxy may send each statement where it likes. This one sends the third page to another server, which has nothing overdue: believed, it would end

@@ -417,7 +417,7 @@ func (u *run) end(ctx context.Context, err error) error {
 	case ctx.Err() != nil && err != nil:
 		return errors.Join(err, u.leave(within, u.place))
 	}
-	return errors.Join(err, u.Reconciler.finish(within, u.place, counts, err))
+	return errors.Join(err, u.finish(within, u.place, counts, err))
 }
 
 func (u *run) report() Report {
