@@ -29,7 +29,7 @@
 //
 // # Races of the official client
 //
-// Four unsynchronised accesses are known in v5.1.4. None can happen here, which
+// Five unsynchronised accesses are known in v5.1.4. None can happen here, which
 // is why the tests of this package run under the race detector without an
 // exclusion:
 //
@@ -40,5 +40,7 @@
 //   - the start-up error, written by the telemetry loop while Start polls it
 //     (client.go:123): the telemetry loop never sees an error during Start;
 //   - the meter again, replaced by GracefulStop: it is called when no other call
-//     is under way.
+//     is under way;
+//   - the host's name, cached by the first client (utils.go:177): it is asked for
+//     before there is one.
 package rmq

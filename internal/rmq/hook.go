@@ -7,6 +7,7 @@ import (
 
 	golang "github.com/apache/rocketmq-clients/golang/v5"
 	innermd "github.com/apache/rocketmq-clients/golang/v5/metadata"
+	"github.com/apache/rocketmq-clients/golang/v5/pkg/utils"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/metadata"
@@ -26,6 +27,8 @@ import (
 
 func init() {
 	silenceClientLog()
+	// The client keeps the host's name in a global that the first of its clients fills; two at once would race for it (utils.go:177).
+	utils.HostName()
 	newRPCClient := golang.NewRpcClient
 	golang.NewRpcClient = func(target string, opts ...golang.RpcClientOption) (golang.RpcClient, error) {
 		return newRPCClient(target, append(opts, golang.WithRpcClientClientConnFunc(newFront))...)
