@@ -309,9 +309,7 @@ func TestOrdersOfAMessageThatTheBrokerGaveUpAreCancelledByReconcile(t *testing.T
 			t.Errorf("order %d is %s by a message that was given up, want unpaid", id, got)
 		}
 	}
-	if n := b.db.Int(t, "SELECT COUNT(*) FROM parked WHERE what = 'message'"); n != 1 {
-		t.Errorf("%d messages are parked, want 1", n)
-	}
+	eventually(t, "the message is parked", func() bool { return b.db.Int(t, "SELECT COUNT(*) FROM parked WHERE what = 'message'") == 1 })
 	if code, stdout, stderr := lapse(t, scanning, "reconcile", "--once"); code != exitDone || !strings.Contains(stdout, "  cancelled         3 ") {
 		t.Errorf("reconcile: exit code %d, stdout %q, stderr %q", code, stdout, stderr)
 	}
