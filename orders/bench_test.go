@@ -41,20 +41,32 @@ func BenchmarkDecodeExpiryOf500Orders(b *testing.B) {
 	}
 }
 
-// BenchmarkCancelDue cancels due orders of two items, of 1,000 SKUs, in transactions of several sizes, one after the other. What several
-// workers make of it shows `lapse bench burst`.
+// BenchmarkCancelDue cancels due orders of two items, of 1,000 SKUs, in transactions of several sizes, one after the other; once telling of each.
+// What several workers make of it shows `lapse bench burst`.
 func BenchmarkCancelDue(b *testing.B) {
 	db := mysqltest.New(b)
-	store, err := orders.Open(db.DSN, orders.Config{})
-	if err != nil {
-		b.Fatal(err)
+	stores := map[bool]*orders.Store{}
+	for _, events := range []bool{false, true} {
+		store, err := orders.Open(db.DSN, orders.Config{Events: events})
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.Cleanup(func() { _ = store.Close() })
+		stores[events] = store
 	}
-	b.Cleanup(func() { _ = store.Close() })
 	db.Exec(b, "INSERT INTO stock (sku, available, reserved, sold) SELECT CONCAT('sku-', LPAD(a.n + 10 * b.n + 100 * c.n, 4, '0')), 1000000000, 0, 0 FROM "+
 		digits("a")+", "+digits("b")+", "+digits("c"))
 	placed := 0
-	for _, size := range []int{1, 10, 100, 500} {
-		b.Run(fmt.Sprintf("orders=%d", size), func(b *testing.B) {
+	for _, c := range []struct {
+		size   int
+		events bool
+	}{{1, false}, {10, false}, {100, false}, {100, true}, {500, false}} {
+		size, store := c.size, stores[c.events]
+		name := fmt.Sprintf("orders=%d", size)
+		if c.events {
+			name += "/events"
+		}
+		b.Run(name, func(b *testing.B) {
 			done := 0
 			for b.Loop() {
 				b.StopTimer()

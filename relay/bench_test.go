@@ -8,6 +8,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lapse-orders/lapse/internal/rmq"
+	"github.com/lapse-orders/lapse/internal/rmq/admin"
+	"github.com/lapse-orders/lapse/internal/stacktest"
 	"github.com/lapse-orders/lapse/lapsetest/mysqltest"
 	"github.com/lapse-orders/lapse/orders"
 	"github.com/lapse-orders/lapse/relay"
@@ -95,4 +98,87 @@ func BenchmarkDrain(b *testing.B) {
 			b.ReportMetric(rows*float64(b.N)/b.Elapsed().Seconds(), "orders/s")
 		})
 	}
+}
+
+// BenchmarkDrainEvents sends a backlog of 5,000 events, one message each: to a broker without any time of its own, and to the real one.
+func BenchmarkDrainEvents(b *testing.B) {
+	const rows = 5000
+	for name, open := range map[string]func(b *testing.B) (relay.Sender, string){
+		"no broker": func(*testing.B) (relay.Sender, string) { return &storedAtOnce{}, "order-events" },
+		"real broker": func(b *testing.B) (relay.Sender, string) {
+			broker := stacktest.Shared(b)
+			topic := broker.NewTopic(b, admin.Normal)
+			p, err := relay.OpenEventSender(relay.RocketMQ{Endpoints: broker.Endpoints, TLS: rmq.TLS{Disabled: true}}, topic)
+			if err != nil {
+				b.Fatal(err)
+			}
+			b.Cleanup(func() { _ = p.Close(context.WithoutCancel(b.Context())) })
+			for p.Ready() != nil {
+				select {
+				case <-b.Context().Done():
+					b.Fatal(p.Ready())
+				case <-time.After(10 * time.Millisecond):
+				}
+			}
+			return p, topic
+		},
+	} {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				b.StopTimer()
+				sender, topic := open(b)
+				db := mysqltest.New(b)
+				var q strings.Builder
+				q.WriteString("INSERT INTO event_outbox (order_id, sequence, type, at, data, state, available_at, attempts) VALUES ")
+				for i := range rows {
+					if i > 0 {
+						q.WriteByte(',')
+					}
+					fmt.Fprintf(&q, `(%d, 1, 'order.placed', '2026-01-01', '{"order_id":"1","channel":"web","items":[{"sku":"tea","quantity":1,"price":"495"}]}', 'pending', '2026-01-01', 0)`, i+1)
+				}
+				if _, err := db.SQL.ExecContext(b.Context(), q.String()); err != nil {
+					b.Fatal(err)
+				}
+				store, err := orders.Open(db.DSN, orders.Config{})
+				if err != nil {
+					b.Fatal(err)
+				}
+				counting := &countedEvents{Store: store, left: rows, marked: make(chan struct{})}
+				r, err := relay.NewEvents(counting, sender, relay.EventsConfig{Topic: topic})
+				if err != nil {
+					b.Fatal(err)
+				}
+				ctx, cancel := context.WithCancel(b.Context())
+				done := make(chan error, 1)
+				b.StartTimer()
+				go func() { done <- r.Run(ctx) }() // ended below
+				<-counting.marked
+				b.StopTimer()
+				cancel()
+				if err := <-done; err != nil {
+					b.Fatal(err)
+				}
+				if err := store.Close(); err != nil {
+					b.Fatal(err)
+				}
+				b.StartTimer()
+			}
+			b.ReportMetric(rows*float64(b.N)/b.Elapsed().Seconds(), "events/s")
+		})
+	}
+}
+
+// countedEvents says when all are marked; there is one relay, so one mark at a time.
+type countedEvents struct {
+	*orders.Store
+	left   int
+	marked chan struct{}
+}
+
+func (c *countedEvents) MarkOutgoingSent(ctx context.Context, token string, sent []orders.SentOutgoing) (int, error) {
+	n, err := c.Store.MarkOutgoingSent(ctx, token, sent)
+	if c.left -= n; c.left == 0 {
+		close(c.marked)
+	}
+	return n, err
 }
