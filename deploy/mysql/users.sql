@@ -19,7 +19,7 @@ ALTER USER 'lapse_api'@'%' IDENTIFIED BY '@API_PASSWORD@';
 GRANT SELECT, INSERT, UPDATE ON `lapse`.* TO 'lapse_api'@'%';
 GRANT SELECT, INSERT, UPDATE ON `lapse\_%`.* TO 'lapse_api'@'%';
 
--- The relay: it also purges outbox rows, and reads the length of the history list (PROCESS) for its metrics.
+-- The relay: it also purges whatever is past its retention, and reads the length of the history list (PROCESS) for its metrics.
 CREATE USER IF NOT EXISTS 'lapse_relay'@'%' IDENTIFIED BY '@RELAY_PASSWORD@';
 ALTER USER 'lapse_relay'@'%' IDENTIFIED BY '@RELAY_PASSWORD@';
 GRANT PROCESS ON *.* TO 'lapse_relay'@'%';
