@@ -11,19 +11,36 @@ func (d *doctor) openReplica(ctx context.Context) (*database, error) {
 	return d.open(ctx, Account{Role: "replica", Key: "mysql.dsn_replica", DSN: d.cfg.Replica})
 }
 
+// both gives primary and replica, or the result of a check that cannot have them.
+func (d *doctor) both(ctx context.Context) (primary, replica *database, not *result) {
+	var r result
+	if d.cfg.Replica == "" {
+		r = unchecked("set LAPSE_MYSQL_DSN_REPLICA", "mysql.dsn_replica is not set")
+		return nil, nil, &r
+	}
+	replica, err := d.follower(ctx)
+	if err != nil {
+		r = unchecked("", "the replica does not answer, see replica.reachable")
+		return nil, nil, &r
+	}
+	if primary, err = d.primary(ctx); err != nil {
+		r = unchecked("", "the database does not answer, see mysql.reachable")
+		return nil, nil, &r
+	}
+	return primary, replica, nil
+}
+
 // onReplica makes a check of one that needs replica and primary.
+//
+// Nothing is said of a replica that is the primary itself, but that: to mend its missing read-only would stop the shop.
 func onReplica(run func(ctx context.Context, d *doctor, primary, replica *database) result) func(context.Context, *doctor) result {
 	return func(ctx context.Context, d *doctor) result {
-		if d.cfg.Replica == "" {
-			return unchecked("set LAPSE_MYSQL_DSN_REPLICA", "mysql.dsn_replica is not set")
+		primary, replica, r := d.both(ctx)
+		if r != nil {
+			return *r
 		}
-		replica, err := d.follower(ctx)
-		if err != nil {
-			return unchecked("", "the replica does not answer, see replica.reachable")
-		}
-		primary, err := d.primary(ctx)
-		if err != nil {
-			return unchecked("", "the database does not answer, see mysql.reachable")
+		if primary.server == replica.server {
+			return unchecked("", "it is the primary itself, see replica.of_primary")
 		}
 		return run(ctx, d, primary, replica)
 	}
@@ -47,9 +64,13 @@ var replicaChecks = []check{
 	{
 		name: "replica.of_primary",
 		why:  "A replica of another primary, or of none, shows orders that are not there: the nightly scan would find nothing.",
-		run: onReplica(func(ctx context.Context, _ *doctor, primary, replica *database) result {
+		run: func(ctx context.Context, d *doctor) result {
 			const fix = "point mysql.dsn_replica at a replica of the server in mysql.dsn; there: SHOW REPLICA STATUS"
-			if primary.server == replica.server {
+			primary, replica, r := d.both(ctx)
+			switch {
+			case r != nil:
+				return *r
+			case primary.server == replica.server:
 				return wrong(fix, "%s is the primary itself", replica.parsed.Addr)
 			}
 			// First what the replica has executed, then what the primary has: in between, only the primary can have gone on.
@@ -78,7 +99,7 @@ var replicaChecks = []check{
 				return wrong("rebuild the replica from the primary, and keep it super_read_only", "%s has transactions that %s has not: somebody has written to it", replica.parsed.Addr, primary.parsed.Addr)
 			}
 			return sound("%s has executed what %s wrote, and nothing else", replica.parsed.Addr, primary.parsed.Addr)
-		}),
+		},
 	},
 	{
 		name: "replica.read_only",
