@@ -462,3 +462,46 @@ func TestOutgoingEventsAreAsDocumented(t *testing.T) {
 		}
 	}
 }
+
+// TestSequencesHaveNoGapsWhenPaymentsAndCancelsRace: whoever wins, the order is told of once, and its number is the next.
+func TestSequencesHaveNoGapsWhenPaymentsAndCancelsRace(t *testing.T) {
+	t.Parallel()
+	b := setupWith(t, orders.Config{Events: true})
+	const n = 60
+	var ids []int64
+	for range n {
+		ids = append(ids, b.place(overdue).ID)
+	}
+	var verbs []func()
+	for _, id := range ids {
+		verbs = append(verbs, func() {
+			if _, err := b.store.RecordPayment(b.ctx, payment(id)); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	for part := range slices.Chunk(ids, 20) {
+		verbs = append(verbs, func() {
+			if _, err := b.store.CancelDue(b.ctx, text(part...)); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	atOnce(verbs...)
+	b.refundAll()
+	late := b.db.Int(t, "SELECT COUNT(*) FROM orders WHERE status = 'cancelled'")
+	for what, query := range map[string]string{
+		"orders with another number of events than they count": "SELECT COUNT(*) FROM orders o WHERE event_sequence <> (SELECT COUNT(*) FROM event_outbox e WHERE e.order_id = o.id)",
+		"orders whose events do not end with their number":     "SELECT COUNT(*) FROM orders o WHERE event_sequence <> (SELECT MAX(sequence) FROM event_outbox e WHERE e.order_id = o.id)",
+		"orders told to have ended otherwise": `SELECT COUNT(*) FROM orders o WHERE NOT EXISTS
+			(SELECT 1 FROM event_outbox e WHERE e.order_id = o.id AND e.sequence = 2 AND e.type = CONCAT('order.', o.status))`,
+	} {
+		if got := b.db.Int(t, query); got != 0 {
+			t.Errorf("%d %s", got, what)
+		}
+	}
+	if got := b.db.Int(t, "SELECT COUNT(*) FROM event_outbox"); got != 2*n+late {
+		t.Errorf("%d events, want %d: %d orders were cancelled and their money given back", got, 2*n+late, late)
+	}
+	b.wantClean()
+}
