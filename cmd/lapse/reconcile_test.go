@@ -1,6 +1,7 @@
 package main
 
 import (
+	"database/sql"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -27,7 +28,7 @@ func reconciling(t *testing.T) (b *bundle, environ []string) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = b.store.Close() })
-	environ = []string{"LAPSE_HTTP_ADDR=127.0.0.1:0", "LAPSE_LOG_FORMAT=json", "LAPSE_RECONCILE_RATE=1000000", "LAPSE_RECONCILE_MAX_LAG=30s", "LAPSE_RECONCILE_PAUSE_LAG=20s", "LAPSE_RECONCILE_MAX_LOCK_WAITS=1000"}
+	environ = []string{"LAPSE_HTTP_ADDR=127.0.0.1:0", "LAPSE_LOG_FORMAT=json", "LAPSE_RECONCILE_RATE=1000000", "LAPSE_RECONCILE_MAX_LAG=3m", "LAPSE_RECONCILE_PAUSE_LAG=3m", "LAPSE_RECONCILE_MAX_LOCK_WAITS=1000"}
 	for _, name := range []string{"LAPSE_MYSQL_DSN_RECONCILE", "LAPSE_MYSQL_DSN_REPLICA"} {
 		dsn, err := mysql.ParseDSN(stacktest.Require(t, name))
 		if err != nil {
@@ -56,7 +57,35 @@ func (b *bundle) overdue(t *testing.T, n int) []int64 {
 	b.db.Exec(t, "INSERT INTO order_items (order_id, sku, quantity, price) VALUES "+strings.Join(items, ", "))
 	b.db.Exec(t, "INSERT INTO stock_ledger (order_id, sku, kind, quantity, at) VALUES "+strings.Join(moves, ", "))
 	b.db.Exec(t, "INSERT INTO outbox (order_id, deliver_at, state, available_at, attempts) SELECT id, deadline_at, 'pending', deadline_at, 0 FROM orders")
+	b.replicated(t)
 	return ids
+}
+
+// replicated waits until the shared replica has the test's orders. It applies what all tests write, and may be behind by more than other waits take.
+func (b *bundle) replicated(t *testing.T) {
+	t.Helper()
+	dsn, err := mysql.ParseDSN(stacktest.Require(t, "LAPSE_MYSQL_DSN_REPLICA"))
+	if err != nil {
+		t.Fatal("LAPSE_MYSQL_DSN_REPLICA cannot be read")
+	}
+	dsn.DBName = b.db.Name
+	replica, err := sql.Open("mysql", dsn.FormatDSN())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = replica.Close() }()
+	want, got := b.db.Int(t, "SELECT COUNT(*) FROM outbox"), int64(-1)
+	begun := time.Now()
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for range tick.C {
+		if err = replica.QueryRowContext(t.Context(), "SELECT COUNT(*) FROM outbox").Scan(&got); err == nil && got == want {
+			return
+		}
+		if time.Since(begun) > 3*limit {
+			t.Fatalf("the shared replica does not follow: it has %d of %d orders, %v. Look at SHOW REPLICA STATUS there: a test that writes past the binlog stops it for all", got, want, err)
+		}
+	}
 }
 
 // A process is killed with its third page done. Started again it says that a run is at work, until the lease has ended; then it goes on from
