@@ -45,6 +45,9 @@ func setupWith(t *testing.T, cfg payments.HTTPConfig) *bundle {
 		t.Fatal(err)
 	}
 	cfg.URL, cfg.Secret, cfg.Registerer = b.service.URL, paytest.Secret, b.reg
+	if cfg.Timeout == 0 {
+		cfg.Timeout = limit / 3 // longer than a busy machine takes
+	}
 	if b.gateway, err = payments.NewHTTP(cfg); err != nil {
 		t.Fatal(err)
 	}
@@ -60,6 +63,9 @@ func (b *bundle) gate(t *testing.T, cfg payments.GateConfig, on ...payments.Stor
 		store = on[0]
 	}
 	cfg.Name, cfg.Registerer = gatewayName, b.reg
+	if cfg.DecideWithin == 0 {
+		cfg.DecideWithin = limit / 3
+	}
 	g, err := payments.NewGate(store, b.gateway, cfg)
 	if err != nil {
 		t.Fatal(err)
