@@ -198,11 +198,11 @@ func (r Report) printReconcile(b *strings.Builder, s Style) {
 	}
 	n := int64(len(r.Reconcile.Orders))
 	exactly := slices.ContainsFunc(r.Checks, func(c orders.Check) bool { return c.Name == reconcileCheck && c.Violations == 0 })
-	switch {
-	case n == 0:
-		paragraph("reconcile", fmt.Sprintf("on the replica: nothing left to cancel, in %s", millis(int64(1000*r.Reconcile.Took))))
-	default:
-		paragraph("reconcile", fmt.Sprintf("on the replica: cancelled %d %s in %s%s", n, plural(n, "order"), millis(int64(1000*r.Reconcile.Took)), map[bool]string{true: ", exactly those"}[exactly]))
+	took := millis(int64(1000 * r.Reconcile.Took))
+	if n == 0 {
+		paragraph("reconcile", "on the replica: nothing left to cancel, in "+took)
+	} else {
+		paragraph("reconcile", fmt.Sprintf("on the replica: cancelled %d %s in %s%s", n, plural(n, "order"), took, map[bool]string{true: ", exactly those"}[exactly]))
 	}
 	const shown = 10
 	for _, o := range r.Reconcile.Orders[:min(int(n), shown)] {

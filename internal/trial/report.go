@@ -153,10 +153,11 @@ func lateness(rows map[int64]Row) Lateness {
 
 // countLong fills in how many orders each kill made late.
 func countLong(kills []Kill, rows map[int64]Row) {
-	for i, k := range kills {
+	for i := range kills {
+		k := &kills[i]
 		for _, r := range rows {
 			if r.byMessage() && r.late() > long && r.DeadlineAt.Sub(k.at).Abs() <= aroundKill {
-				kills[i].Long++
+				k.Long++
 			}
 		}
 	}
