@@ -32,8 +32,10 @@ var needs = map[string]map[string]string{
 		"orders": "SU", "order_items": "S", "stock": "SU", "stock_ledger": "SI", "outbox": "SIU", "event_outbox": "SI", "payments": "SI", "refunds": "SI",
 		"gateway_tasks": "SIU", "order_events": "SI", "parked": "SIU", "reconcile_runs": "SIU", migrations.Table: "S",
 	},
+	// A close that is answered with a payment is recorded as a notice of one is.
 	"refund": {
-		"refunds": "SU", "payments": "S", "orders": "S", "gateway_tasks": "SUD", "event_outbox": "SI", "order_events": "SI", "parked": "SIU", migrations.Table: "S",
+		"refunds": "SIU", "payments": "SI", "orders": "SU", "order_items": "S", "stock": "SU", "stock_ledger": "SI", "gateway_tasks": "SUD", "event_outbox": "SI",
+		"order_events": "SI", "parked": "SIU", migrations.Table: "S",
 	},
 	"read": {
 		"orders": "S", "order_items": "S", "stock": "S", "stock_ledger": "S", "payments": "S", "refunds": "S", "outbox": "S", "event_outbox": "S", "gateway_tasks": "S",
