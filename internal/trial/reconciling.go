@@ -93,35 +93,51 @@ func (s *stage) reconciling(ctx context.Context, repetition int, f filling, r *B
 
 	p := &payer{stage: s, first: f.firstWaiting(), count: f.waiting}
 	stop := p.start(ctx)
-	err = func() error {
-		var alone []time.Duration
-		for i := range reconcileWays {
-			window, err := p.during(func() error { return s.pause(ctx, p) })
-			if err != nil {
-				return err
-			}
-			alone = append(alone, window...)
-			// Another one begins in each repetition: the tables grow by the events of the earlier ones.
-			way := (repetition + i) % len(reconcileWays)
-			if err := s.reconcileOne(ctx, f, way, p, r); err != nil {
-				return err
-			}
-		}
-		window, err := p.during(func() error { return s.pause(ctx, p) })
+	if err := errors.Join(s.waysInTurn(ctx, repetition, f, p, r), stop()); err != nil {
+		return err
+	}
+	return s.auditFrom(ctx, f.firstOverdue())
+}
+
+// waysInTurn measures each way, with payments alone before and after it. The first window of payments counts for nothing: the database still writes
+// what was filled, and connections are made.
+func (s *stage) waysInTurn(ctx context.Context, repetition int, f filling, p *payer, r *BenchReport) error {
+	alone := func() ([]time.Duration, error) { return p.during(func() error { return s.pause(ctx, p) }) }
+	if _, err := alone(); err != nil {
+		return err
+	}
+	before, err := alone()
+	if err != nil {
+		return err
+	}
+	for i := range reconcileWays {
+		// Another one begins in each repetition: the tables grow by the events of the earlier ones.
+		way := (repetition + i) % len(reconcileWays)
+		meanwhile, err := s.reconcileOne(ctx, f, way, p, r)
 		if err != nil {
 			return err
 		}
-		alone = append(alone, window...)
-		slices.Sort(alone)
-		r.add("pay_p50_ms", "payments alone, from the instant at which the notice comes", millisOf(percentile(alone, 50)))
-		r.add("pay_p99_ms", "payments alone, from the instant at which the notice comes", millisOf(percentile(alone, 99)))
-		return nil
-	}()
-	if err := errors.Join(err, stop()); err != nil {
-		return err
+		after, err := alone()
+		if err != nil {
+			return err
+		}
+		reconcileWays[way].report(r, meanwhile, slices.Sorted(slices.Values(slices.Concat(before, after))))
+		before = after
 	}
-	r.ratios()
-	return s.auditFrom(ctx, f.firstOverdue())
+	return nil
+}
+
+// report compares the payments while reconcile ran with those before and after it; both are sorted.
+func (w reconcileWay) report(r *BenchReport, meanwhile, alone []time.Duration) {
+	with, without := millisOf(percentile(meanwhile, 99)), millisOf(percentile(alone, 99))
+	ratio := r.add(w.name+"_pay_p99_ratio", "p99 of payments meanwhile against alone, right before and after", with/without)
+	if w.limited {
+		ratio.aim(AtMost, 2)
+	}
+	r.add(w.name+"_pay_p99_ms", "payments meanwhile, each from the instant at which its notice comes", with)
+	r.add(w.name+"_pay_p50_ms", "payments meanwhile", millisOf(percentile(meanwhile, 50)))
+	r.add(w.name+"_alone_p99_ms", "payments alone, right before and after", without)
+	r.add(w.name+"_alone_p50_ms", "payments alone, right before and after", millisOf(percentile(alone, 50)))
 }
 
 // pause lets the payments go on alone.
@@ -132,16 +148,15 @@ func (s *stage) pause(ctx context.Context, p *payer) error {
 	return p.failure()
 }
 
-// reconcileOne measures one way, and what the payments felt of it.
-func (s *stage) reconcileOne(ctx context.Context, f filling, way int, p *payer, r *BenchReport) error {
+// reconcileOne measures one way, and gives the payments meanwhile, sorted.
+func (s *stage) reconcileOne(ctx context.Context, f filling, way int, p *payer, r *BenchReport) ([]time.Duration, error) {
 	w := reconcileWays[way]
-	var u reconciled
-	paid, err := p.during(func() (err error) {
-		u, err = s.reconcileRun(ctx, f, way)
-		return errors.Join(err, p.failure())
-	})
+	u, paid, err := s.reconcileRun(ctx, f, way, p)
+	if err == nil {
+		err = p.failure()
+	}
 	if err != nil {
-		return fmt.Errorf("reconcile, %s: %w", w.says, err)
+		return nil, fmt.Errorf("reconcile, %s: %w", w.says, err)
 	}
 	s.say("%s: %.0f orders/s, payments p99 %.0f ms (%d payments)", w.says, u.rate, millisOf(percentile(paid, 99)), len(paid))
 	figure := r.add(w.name+"_orders_per_second", "cancelled from the first one to the end of the process: "+w.says, u.rate)
@@ -152,34 +167,13 @@ func (s *stage) reconcileOne(ctx context.Context, f filling, way int, p *payer, 
 		r.add(w.name+"_peak_mb", "peak of the resident memory of reconcile", megabytes(u.peak)).aim(AtMost, 64)
 		r.add(w.name+"_cores", "CPU of reconcile: seconds a second", u.cpu.Seconds()/u.took.Seconds())
 	}
-	r.add(w.name+"_pay_p50_ms", "payments meanwhile", millisOf(percentile(paid, 50)))
-	r.add(w.name+"_pay_p99_ms", "payments meanwhile", millisOf(percentile(paid, 99)))
-	r.add(w.name+"_payments", "their number", float64(len(paid)))
 	r.add(w.name+"_paused_seconds", "for which reconcile gave way to lock waits and to the replica", u.paused.Seconds())
 	r.add(w.name+"_replica_behind_seconds", "until the replica had caught up with what was cancelled", u.behind.Seconds())
-	return nil
+	return paid, nil
 }
 
-// ratios compares the newest values of what was measured side by side.
-func (r *BenchReport) ratios() {
-	newest := func(name string) float64 {
-		for _, f := range r.Figures {
-			if f.Name == name {
-				return f.Values[len(f.Values)-1]
-			}
-		}
-		return 0
-	}
-	for _, w := range reconcileWays {
-		figure := r.add(w.name+"_pay_p99_ratio", "p99 of payments meanwhile against alone", newest(w.name+"_pay_p99_ms")/newest("pay_p99_ms"))
-		if w.limited {
-			figure.aim(AtMost, 2)
-		}
-	}
-}
-
-// reconcileRun runs reconcile on the orders of one way.
-func (s *stage) reconcileRun(ctx context.Context, f filling, way int) (u reconciled, err error) {
+// reconcileRun runs reconcile on the orders of one way, and gives the payments while its process ran.
+func (s *stage) reconcileRun(ctx context.Context, f filling, way int, p *payer) (u reconciled, paid []time.Duration, err error) {
 	w := reconcileWays[way]
 	ctx, cancel := context.WithTimeout(ctx, reconcilingWithin)
 	defer cancel()
@@ -195,7 +189,7 @@ func (s *stage) reconcileRun(ctx context.Context, f filling, way int) (u reconci
 	}
 	before, err := s.lastEvent(ctx)
 	if err != nil {
-		return u, err
+		return u, nil, err
 	}
 	halted := make(chan error, 1)
 	watching, over := context.WithCancel(ctx)
@@ -205,7 +199,11 @@ func (s *stage) reconcileRun(ctx context.Context, f filling, way int) (u reconci
 	} else {
 		halted <- nil
 	}
-	ran, err := s.crew.run(ctx, "reconcile", args...)
+	var ran ran
+	paid, err = p.during(func() (err error) {
+		ran, err = s.crew.run(ctx, "reconcile", args...)
+		return err
+	})
 	ended := s.now()
 	over()
 	stopped := <-halted
@@ -214,39 +212,39 @@ func (s *stage) reconcileRun(ctx context.Context, f filling, way int) (u reconci
 	}
 	switch {
 	case err != nil:
-		return u, err
+		return u, nil, err
 	case ran.code == exitMissing:
-		return u, fmt.Errorf("the replica is %w, or cannot be relied on:\n%s", ErrMissing, ran.lastWords)
+		return u, nil, fmt.Errorf("the replica is %w, or cannot be relied on:\n%s", ErrMissing, ran.lastWords)
 	case ran.code != 0:
-		return u, fmt.Errorf("it ended with exit status %d; its last words:\n%s", ran.code, ran.lastWords)
+		return u, nil, fmt.Errorf("it ended with exit status %d; its last words:\n%s", ran.code, ran.lastWords)
 	case stopped != nil:
-		return u, stopped
+		return u, nil, stopped
 	}
 	var told struct {
 		Cancelled int           `json:"cancelled"`
 		Paused    time.Duration `json:"paused_ns"`
 	}
 	if err := json.Unmarshal(ran.stdout, &told); err != nil {
-		return u, fmt.Errorf("read what it reports: %w: %.200q", err, ran.stdout)
+		return u, nil, fmt.Errorf("read what it reports: %w: %.200q", err, ran.stdout)
 	}
 	var n int
 	var first string
 	err = s.reader.QueryRowContext(ctx, "SELECT COUNT(*), COALESCE(CAST(MIN(cancelled_at) AS CHAR), '') FROM orders WHERE id >= ? AND status = 'cancelled' AND deadline_at >= ? AND deadline_at < ?",
 		f.firstOverdue(), from.UTC().Format(layout), until.UTC().Format(layout)).Scan(&n, &first)
 	if err != nil {
-		return u, fmt.Errorf("read what it cancelled: %w", err)
+		return u, nil, fmt.Errorf("read what it cancelled: %w", err)
 	}
 	if n != f.overdue || told.Cancelled != n {
-		return u, fmt.Errorf("%w: %d orders are overdue, %d are cancelled, and it reports %d", ErrBroken, f.overdue, n, told.Cancelled)
+		return u, nil, fmt.Errorf("%w: %d orders are overdue, %d are cancelled, and it reports %d", ErrBroken, f.overdue, n, told.Cancelled)
 	}
 	begun, err := parse(first)
 	if err != nil {
-		return u, err
+		return u, nil, err
 	}
 	u = reconciled{took: ended.Sub(begun), peak: ran.used.peak, cpu: ran.used.cpu, paused: told.Paused}
 	u.rate = float64(n) / u.took.Seconds()
 	u.behind, err = s.replicaBehind(ctx, way)
-	return u, err
+	return u, paid, err
 }
 
 // lastEvent gives the id of the newest event.
