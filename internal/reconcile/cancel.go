@@ -21,11 +21,11 @@ const (
 	maxParkedInRow = 100
 	// maxAside bounds the orders in memory whose rows were locked; 16 bytes each.
 	maxAside = 10_000
-	// asideShare is the part of CancelTimeout that orders get which were found locked: an eighth of 10 s is some seventy times what such a
-	// transaction takes, and all those that stay locked wait for it one after the other.
-	asideShare = 8
-	// asideTime is how long at least orders are tried that were found locked, at the end of a run. A session of ours that was cut off keeps its
-	// locks until its own wait for one is over, 5 s.
+	// asideShare is the part of CancelTimeout that orders get which were found locked: a quarter of 10 s is a hundred times what such a
+	// transaction takes, and all those whose stock stays locked wait for it one after the other.
+	asideShare = 4
+	// asideTime is how long at least orders are tried that were found locked, at the end of a run, and twice CancelTimeout where that is longer. A
+	// session of ours that was cut off keeps its locks until its own wait for one is over, 5 s.
 	asideTime = 8 * time.Second
 	// asidePause lies between two tries.
 	asidePause = 200 * time.Millisecond
@@ -176,7 +176,7 @@ func (u *run) tryAside(ctx context.Context) error {
 		if len(left) == 0 {
 			return nil
 		}
-		if time.Since(begun) > max(asideTime, u.cfg.CancelTimeout) {
+		if time.Since(begun) > max(asideTime, 2*u.cfg.CancelTimeout) {
 			for _, o := range left {
 				u.park(u.work, o, "its rows, or those of its stock, are locked by somebody: look for a transaction that was left open on the primary")
 				u.count(func(c *Counts) { c.Scanned++; c.Parked++ })

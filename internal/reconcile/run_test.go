@@ -386,7 +386,7 @@ func TestALockedOrderIsLeftForTheEndAndParkedIfItStaysLocked(t *testing.T) {
 	if _, err := tx.ExecContext(b.ctx, "SELECT id FROM orders WHERE id = ? FOR UPDATE", ids[250]); err != nil {
 		t.Fatal(err)
 	}
-	report := b.run(b.reconciler(func(c *reconcile.Config) { c.CancelTimeout = 2 * time.Second }), reconcile.Options{})
+	report := b.run(b.reconciler(func(c *reconcile.Config) { c.CancelTimeout = 6 * time.Second }), reconcile.Options{})
 	if report.Cancelled != 299 || report.Parked != 1 || report.Scanned != 300 {
 		t.Errorf("report %+v, want 299 cancelled and one parked", report.Counts)
 	}
