@@ -7,7 +7,9 @@ import (
 	"fmt"
 	"os"
 	"regexp"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -29,12 +31,13 @@ func Require(t testing.TB, name string) string {
 	return ""
 }
 
-// Broker is a real RocketMQ 5 broker on which a test makes topics and groups of its own.
+// Broker is a real RocketMQ 5 broker on which a test makes topics and groups of its own. Its parallel subtests may share it.
 type Broker struct {
 	Endpoints string // of the gRPC proxy, host:port; plaintext
 	Admin     *admin.Client
 
-	topics []string
+	mu     sync.Mutex
+	topics []string // guarded by mu
 }
 
 // Shared returns the broker of the shared stack, or skips or fails the test as Require does.
@@ -57,7 +60,9 @@ func (b *Broker) NewTopic(t testing.TB, kind admin.TopicType) string {
 	if err := b.Admin.CreateTopic(t.Context(), name, kind, 8); err != nil {
 		t.Fatal(err)
 	}
+	b.mu.Lock()
 	b.topics = append(b.topics, name)
+	b.mu.Unlock()
 	t.Cleanup(func() { b.clean(t, func(ctx context.Context) error { return b.Admin.DeleteTopic(ctx, name) }) })
 	return name
 }
@@ -72,7 +77,10 @@ func (b *Broker) NewGroup(t testing.TB, retries int) string {
 	}
 	t.Cleanup(func() {
 		b.clean(t, func(ctx context.Context) error {
-			for _, topic := range b.topics {
+			b.mu.Lock()
+			topics := slices.Clone(b.topics)
+			b.mu.Unlock()
+			for _, topic := range topics {
 				if err := b.Admin.DeleteTopic(ctx, "%RETRY%"+name+"_"+topic); err != nil {
 					return err
 				}
