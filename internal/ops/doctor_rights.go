@@ -16,12 +16,12 @@ import (
 // gives: an account with less than that, but with these, works.
 var needs = map[string]map[string]string{
 	"api": {
-		"orders": "SIU", "order_items": "SI", "stock": "SIU", "stock_ledger": "SI", "payments": "SI", "refunds": "SI", "outbox": "SIU", "event_outbox": "SI",
+		"orders": "SIU", "order_items": "SI", "stock": "SIU", "stock_ledger": "SI", "payments": "SI", "refunds": "SI", "outbox": "SIU", "event_outbox": "SIU",
 		"gateway_tasks": "SIU", "order_events": "SI", "parked": "SIU", "idempotency_keys": "SI", migrations.Table: "S",
 	},
 	// It purges what is past its retention.
 	"relay": {
-		"outbox": "SUD", "event_outbox": "SUD", "idempotency_keys": "SD", "orders": "SD", "order_items": "SD", "stock_ledger": "SID", "payments": "SD", "refunds": "SD",
+		"outbox": "SUD", "event_outbox": "SUD", "idempotency_keys": "SD", "orders": "SD", "order_items": "SD", "stock_ledger": "SIUD", "payments": "SD", "refunds": "SD",
 		"order_events": "SID", "parked": "SIUD", "gateway_tasks": "S", "reconcile_runs": "SD", migrations.Table: "S",
 	},
 	"consume": {
@@ -45,7 +45,7 @@ var needs = map[string]map[string]string{
 
 // columns that an UPDATE may name to ask for the right.
 var columns = map[string]string{
-	"orders": "status", "stock": "reserved", "outbox": "state", "event_outbox": "state", "gateway_tasks": "attempts", "parked": "state", "refunds": "state", "reconcile_runs": "state",
+	"orders": "status", "stock": "reserved", "stock_ledger": "quantity", "outbox": "state", "event_outbox": "state", "gateway_tasks": "attempts", "parked": "state", "refunds": "state", "reconcile_runs": "state",
 }
 
 // rightsChecks is one check for each role, in the order of the deployment.
