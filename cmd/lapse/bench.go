@@ -22,8 +22,8 @@ func (a *app) benchCmd() *cobra.Command {
 		Long: `Measures lapse on MySQL and RocketMQ, against other ways in the same run: what is compared shares machine, servers and
 moment, so that the ratios hold where absolute figures do not. Each measurement has a fresh database, lapse_bench_…,
 made as mysql.dsn_migrate and dropped after it; the run has a topic and groups of its own on the broker, for which it
-needs the broker's remoting address; reconcile needs a replica instead. What the other accounts may do in lapse_bench_… is up to the server
-(deploy/mysql/users.sql allows it).
+needs the broker's remoting address; reconcile needs a replica instead. What the other accounts may do in lapse_bench_…
+is up to the server (deploy/mysql/users.sql allows it).
 
 The settings of the servers that decide the figures are printed with them. A figure that misses its aim is no failure
 of the run; a broken invariant is.`,
@@ -84,8 +84,8 @@ of the process, and the p99 of payments, which go on at --payments a second all 
 alone before and after each run.
 
 It needs a replica (mysql.dsn_replica) and, in LAPSE_TEST_REPLICA_ADMIN_DSN, an account that may stop and start it.
-Others who read that replica see old data meanwhile. The default takes some 10 minutes, most of it the filling, and 3 GB on the disk
-of each server.`,
+Others who read that replica see old data meanwhile. The default takes some 10 minutes, most of it the filling, and
+3 GB on the disk of each server.`,
 			Example: `  scripts/stack up --with replica && eval "$(scripts/stack env)"
   lapse bench reconcile
   lapse bench reconcile --overdue 200000 --total 2000000 --rate 2000 --repeat 3
