@@ -130,7 +130,7 @@ func (a *app) benchOf(run func(context.Context, trial.BenchConfig) (trial.BenchR
 	flags.SortFlags = false
 	reconcile := cmd.Name() == "reconcile"
 	if cmd.Name() == "burst" {
-		flags.IntSliceVar(&bench.OneByOneWorkers, "one-by-one-workers", []int{1, 4, 16, 64}, "`numbers` of workers to choose from; a single one needs no trial")
+		flags.IntSliceVar(&bench.OneByOneWorkers, "one-by-one-workers", []int{1, 4, 16, 64}, "`numbers` of workers to choose from; one alone needs no trial")
 		flags.IntSliceVar(&bench.LimitWorkers, "limit-workers", []int{1, 2, 4}, "`numbers` of workers to choose from")
 	}
 	switch {
