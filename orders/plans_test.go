@@ -138,7 +138,7 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 	b.fill()
 	t.Logf("filled in %s", time.Since(begun).Round(100*time.Millisecond))
 	p := newProxy(t, b.db.DSN)
-	store, err := orders.Open(p.dsn, orders.Config{MaxOpenConns: 1}) // one session, for its counters
+	store, err := orders.Open(p.dsn, orders.Config{MaxOpenConns: 1, Retention: orders.Retention{Orders: 24 * time.Hour}}) // one session, for its counters
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -383,6 +383,35 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 			}
 			return err
 		}},
+		{"purge orders", 100, 60 * 100, func([]int64) error {
+			b.db.Exec(t, "UPDATE orders SET deadline_at = '2026-01-01', paid_at = '2026-01-01' WHERE status = 'paid' AND id BETWEEN 190001 AND 200000")
+			b.db.Exec(t, "DELETE FROM outbox WHERE order_id BETWEEN 190001 AND 200000")
+			b.db.Exec(t, "INSERT INTO payments (gateway, transaction_id, order_id, currency, amount, received_at, outcome) SELECT 'fill', CONCAT('f', id), id, 'EUR', 1000, created_at, 'accepted' FROM orders WHERE status = 'paid' AND id BETWEEN 100001 AND 200000")
+			b.db.Exec(t, "INSERT INTO event_outbox (order_id, sequence, type, at, data, state, available_at, attempts) SELECT i, 1, 'order.placed', UTC_TIMESTAMP(3), '{}', 'sent', UTC_TIMESTAMP(3), 0 FROM numbers WHERE i > 170000")
+			b.db.Exec(t, "INSERT INTO order_events (order_id, at, kind, actor) SELECT i, UTC_TIMESTAMP(3), 'placed', 'checkout' FROM numbers WHERE i > 170000")
+			b.db.Exec(t, "ANALYZE TABLE payments, event_outbox, order_events")
+			n, _, ended, err := store.PurgeOrders(b.ctx, orders.PurgeCursor{}, 100)
+			if n != 100 || ended {
+				return fmt.Errorf("%d purged, ended %t", n, ended)
+			}
+			return err
+		}},
+		{"purge orders, the second page", 100, 60 * 100, func([]int64) error {
+			_, next, _, err := store.PurgeOrders(b.ctx, orders.PurgeCursor{}, 1)
+			if err != nil {
+				return err
+			}
+			n, _, _, err := store.PurgeOrders(b.ctx, next, 100)
+			if n != 100 {
+				return fmt.Errorf("%d purged", n)
+			}
+			return err
+		}},
+		{"purge parked", 1, 1000, func([]int64) error {
+			b.db.Exec(t, "UPDATE parked SET state = 'discarded', last_at = '2026-01-01', handled_at = '2026-01-01' WHERE id = ?", parked[5].ID)
+			_, err := store.PurgeParked(b.ctx, 500)
+			return err
+		}},
 		// Counting what waits reads what waits, from the index.
 		{"stats", 0, 45_000, func([]int64) error {
 			_, err := store.Stats(b.ctx)
@@ -444,6 +473,12 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 				case "orders", "o", "order_items", "stock_ledger", "stock", "s", "payments", "parked":
 					wanted = got.key == "PRIMARY" || got.key == "orders_by_deadline" || got.key == "parked_by_state"
 					wanted = wanted || got.key == "payments_by_order" || got.key == "parked_by_ref"
+				case "d", "i": // what is purged, and its items
+					wanted = got.key == "PRIMARY"
+				case "p", "k":
+					wanted = got.key == "PRIMARY" || got.key == "payments_by_order" || got.key == "parked_by_ref" || got.key == "parked_by_state"
+				case "event_outbox":
+					wanted = got.key == "PRIMARY" || got.key == "event_outbox_by_order" || got.key == "event_outbox_to_do"
 				case "order_events":
 					wanted = got.key == "order_events_by_order"
 				case "outbox", "b":
