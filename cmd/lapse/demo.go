@@ -30,8 +30,8 @@ With --lose 5 a go-between stands before the broker and loses 5 % of the relay's
 and never sends them on. Their orders stay unpaid past their deadlines, until reconcile cancels exactly those.
 
 It needs MySQL with lapse's tables and RocketMQ, and for --lose a replica (mysql.dsn_replica), without which reconcile
-is left out; 'make demo' brings them up. It may run beside other work in the same database: its orders have a channel and
-stock of their own. With --timeout 30m it is the real thing.`,
+is left out; 'make demo' brings them up. It may run beside other work in the same database: its orders have a channel
+and stock of their own. With --timeout 30m it is the real thing.`,
 		Example: `  lapse demo
   lapse demo --orders 400 --rate 20 --timeout 10s --seed 1
   lapse demo --lose 5
