@@ -305,3 +305,14 @@ func TestADatabaseThatIsNotThereIsOneCrossAndHoldsUpNothing(t *testing.T) {
 		wantWrong(t, found, map[string]string{"mysql.reachable": "CREATE DATABASE"})
 	})
 }
+
+func TestEveryTableThatARoleUpdatesHasAColumnToAskFor(t *testing.T) {
+	t.Parallel()
+	for role, tables := range needs {
+		for table, rights := range tables {
+			if strings.Contains(rights, "U") && columns[table] == "" {
+				t.Errorf("%s updates %s, and no column of it is named to ask for the right", role, table)
+			}
+		}
+	}
+}
