@@ -2,6 +2,7 @@ package trial
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"net/http"
 	"os"
@@ -23,6 +24,11 @@ const envRole = "LAPSE_TEST_TRIAL_ROLE"
 func TestMain(m *testing.M) {
 	if role := os.Getenv(envRole); role != "" {
 		os.Exit(play(role, os.Args))
+	}
+	// The tests wait for deadlines and servers most of the time.
+	flag.Parse()
+	if err := flag.Set("test.parallel", "6"); err != nil {
+		panic(err)
 	}
 	code := m.Run()
 	removeBinary()

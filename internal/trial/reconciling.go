@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/lapse-orders/lapse/orders"
@@ -315,7 +314,6 @@ type payer struct {
 	*stage
 	first int64 // id of the first order
 	count int
-	next  atomic.Int64
 
 	mu     sync.Mutex // guards the following
 	window []time.Duration

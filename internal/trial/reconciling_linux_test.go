@@ -45,8 +45,8 @@ func TestReconcileIsMeasuredWithItsReplicaFollowingAndStopped(t *testing.T) {
 	}
 
 	t.Run("figures", func(t *testing.T) {
-		// Small batches, so that a run of 1,500 takes long enough to stop the replica in it.
-		cmd, out, progress := bench("--overdue", "1500", "--rate", "1000", "--set", "reconcile.batch=10")
+		// Small batches, so that a run of 1,000 takes long enough to stop the replica in it.
+		cmd, out, progress := bench("--overdue", "1000", "--rate", "1000", "--set", "reconcile.batch=10")
 		if err := cmd.Run(); err != nil {
 			t.Fatalf("%v\n%s", err, progress.String())
 		}
