@@ -113,7 +113,8 @@ func onDatabase(t *testing.T) (DoctorConfig, *mysqltest.DB) {
 }
 
 func accounts(dsn string) DoctorConfig {
-	cfg := DoctorConfig{Tick: 100 * time.Millisecond, MaxDelay: 23*time.Hour + 50*time.Minute}
+	// No test depends on a quiet machine.
+	cfg := DoctorConfig{Tick: 100 * time.Millisecond, MaxDelay: 23*time.Hour + 50*time.Minute, Timeout: time.Minute}
 	for _, role := range []string{"api", "relay", "consume", "reconcile", "refund", "read", "migrate"} {
 		cfg.Accounts = append(cfg.Accounts, Account{Role: role, Key: "mysql.dsn", DSN: dsn})
 	}
