@@ -89,11 +89,11 @@ func TestReconcileIsMeasuredWithItsReplicaFollowingAndStopped(t *testing.T) {
 		}
 	})
 	t.Run("interrupted while the replica is stopped", func(t *testing.T) {
-		cmd, _, progress := bench("--overdue", "1500", "--set", "reconcile.batch=1")
+		cmd, _, progress := bench("--overdue", "300", "--set", "reconcile.batch=1")
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, time.Minute, "the replica is stopped", func() bool { return !follows() })
+		eventually(t, 2*time.Minute, "the replica is stopped", func() bool { return !follows() })
 		if err := cmd.Process.Signal(os.Interrupt); err != nil {
 			t.Fatal(err)
 		}
