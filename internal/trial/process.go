@@ -98,7 +98,8 @@ func (c *crew) run(ctx context.Context, name string, args ...string) (r ran, err
 	for over := false; !over; {
 		select {
 		case <-look.C:
-			if used, seen := usageOf(p.cmd.Process.Pid); seen {
+			// One that has ended and was not waited for yet is still there, without memory.
+			if used, seen := usageOf(p.cmd.Process.Pid); seen && used.peak > 0 {
 				r.used = used
 			}
 		case <-p.exited:
