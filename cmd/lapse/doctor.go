@@ -157,15 +157,7 @@ func (r report) end(findings []ops.Finding) error {
 	return nil
 }
 
-// printable keeps what servers say from steering the terminal.
+// printable puts on one line what servers say, and keeps it from steering the terminal.
 func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		switch {
-		case r == '\n' || r == '\t':
-			return ' '
-		case r < ' ' || r >= 0x7f && r < 0xa0:
-			return '?'
-		}
-		return r
-	}, s)
+	return visible(strings.NewReplacer("\n", " ", "\t", " ").Replace(s))
 }

@@ -171,7 +171,7 @@ func TestEveryCheckOfTheDoctorIsDocumented(t *testing.T) {
 
 func TestWhatServersSayDoesNotSteerTheTerminal(t *testing.T) {
 	t.Parallel()
-	if got := printable("a\x1b[31mb\nc\u009bd é"); got != "a?[31mb c?d é" {
+	if got := printable("a\x1b[31mb\nc\u009bd é"); got != `a\x1b[31mb c\u009bd é` {
 		t.Errorf("got %q", got)
 	}
 }
