@@ -2,16 +2,11 @@ package trial
 
 import (
 	"context"
-	"fmt"
 	"time"
 )
 
 // pendingTimeout is the deadline of the orders of Pending: longer than it takes to place a million.
 const pendingTimeout = time.Hour
-
-// pendingCallers place at once. More than of the other benches, since commits share their flush of the disk: here the orders that wait are of
-// interest, not the placing of one.
-const pendingCallers = 64
 
 // Pending measures what many waiting orders cost: how long placing and sending them takes, how many messages they are, and the memory of
 // relay and broker. Errors are those of [Demo].
@@ -41,7 +36,7 @@ func (s *stage) pending(ctx context.Context, r *BenchReport) error {
 	const parts = 5
 	for part := range parts {
 		from, to := n*part/parts, n*(part+1)/parts
-		err := inParallel(ctx, to-from, pendingCallers, func(ctx context.Context, i int) error {
+		err := inParallel(ctx, to-from, callers, func(ctx context.Context, i int) error {
 			o := benchOrder(from + i)
 			o.Timeout = pendingTimeout
 			_, err := s.client.PlaceOrder(ctx, o)
@@ -66,7 +61,7 @@ func (s *stage) pending(ctx context.Context, r *BenchReport) error {
 		return err
 	}
 	r.add("placing_seconds", "until the last order was placed", placing.Seconds())
-	r.add("placed_per_second", fmt.Sprintf("orders placed a second, %d callers", pendingCallers), float64(n)/placing.Seconds())
+	r.add("placed_per_second", "orders placed a second, 16 callers", float64(n)/placing.Seconds())
 	r.add("sent_after_placing_seconds", "from the last order placed to the last message sent", (sent - placing).Seconds())
 	r.add("messages", "timed messages", float64(messages))
 	r.add("orders_per_message", "orders in a message, on average", float64(n)/float64(messages))
