@@ -69,8 +69,8 @@ without a deadline.`,
 			Use:   "pending",
 			Short: "Measure what many waiting orders cost",
 			Long: `Places orders with a deadline in an hour, and measures how long placing and sending take, how many messages they are,
-the memory of the broker before and after (where it runs on this machine), and the relay's. A million takes some 35
-minutes and 2 GB on the database's disk; nothing is cancelled.`,
+the memory of the broker before and after (where it runs on this machine), and the relay's. A million takes 20 to
+35 minutes and 2 GB on the database's disk; nothing is cancelled.`,
 			Example: `  lapse bench pending
   lapse bench pending --orders 100000`,
 		}),
