@@ -64,7 +64,7 @@ func (b *bundle) sendEvents(c orders.OutgoingClaim) int {
 // refundAll makes every pending refund.
 func (b *bundle) refundAll() {
 	b.t.Helper()
-	claim, err := b.store.ClaimRefunds(b.ctx, 100, time.Minute)
+	claim, err := b.store.ClaimRefunds(b.ctx, "test", 100, time.Minute)
 	if err != nil {
 		b.t.Fatal(err)
 	}

@@ -249,17 +249,17 @@ func TestARefundIsClaimedByOneAndDoneOnce(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
 	p := b.lateRefund()
-	claim, err := b.store.ClaimRefunds(b.ctx, 10, time.Minute)
+	claim, err := b.store.ClaimRefunds(b.ctx, "test", 10, time.Minute)
 	want := orders.PendingRefund{Gateway: "test", TransactionID: p.TransactionID, OrderID: p.OrderID, Amount: 1000, Currency: "EUR", Reason: orders.RefundLate}
 	if err != nil || len(claim.Rows) != 1 || claim.Rows[0] != want {
 		t.Fatalf("claimed %+v, %v; want %+v", claim, err, want)
 	}
-	if again, err := b.store.ClaimRefunds(b.ctx, 10, time.Minute); err != nil || len(again.Rows) != 0 {
+	if again, err := b.store.ClaimRefunds(b.ctx, "test", 10, time.Minute); err != nil || len(again.Rows) != 0 {
 		t.Errorf("claimed by two: %+v, %v", again, err)
 	}
 	// The lease ends, and another has it: the first one's marks match nothing.
 	later := b.on(b.at(time.Now().Add(2*time.Minute), orders.Config{}))
-	second, err := later.store.ClaimRefunds(b.ctx, 10, time.Minute)
+	second, err := later.store.ClaimRefunds(b.ctx, "test", 10, time.Minute)
 	if err != nil || len(second.Rows) != 1 {
 		t.Fatalf("claimed after the lease: %+v, %v", second, err)
 	}
@@ -293,18 +293,18 @@ func TestARefundThatIsGivenUpIsParkedWithItsReason(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
 	p := b.lateRefund()
-	claim, err := b.store.ClaimRefunds(b.ctx, 10, time.Minute)
+	claim, err := b.store.ClaimRefunds(b.ctx, "test", 10, time.Minute)
 	if err != nil || len(claim.Rows) != 1 {
 		t.Fatalf("claimed %+v, %v", claim, err)
 	}
 	if held, err := b.store.RefundRetry(b.ctx, claim.Token, claim.Rows[0], time.Hour, errors.New("no connection")); err != nil || !held {
 		t.Fatalf("put off: %t, %v", held, err)
 	}
-	if again, err := b.store.ClaimRefunds(b.ctx, 10, time.Minute); err != nil || len(again.Rows) != 0 {
+	if again, err := b.store.ClaimRefunds(b.ctx, "test", 10, time.Minute); err != nil || len(again.Rows) != 0 {
 		t.Errorf("claimed before its pause is over: %+v, %v", again, err)
 	}
 	later := b.on(b.at(time.Now().Add(2*time.Hour), orders.Config{}))
-	if claim, err = later.store.ClaimRefunds(b.ctx, 10, time.Minute); err != nil || len(claim.Rows) != 1 || claim.Rows[0].Attempts != 1 {
+	if claim, err = later.store.ClaimRefunds(b.ctx, "test", 10, time.Minute); err != nil || len(claim.Rows) != 1 || claim.Rows[0].Attempts != 1 {
 		t.Fatalf("claimed %+v, %v; want it with one attempt", claim, err)
 	}
 	if held, err := later.store.RefundGivenUp(b.ctx, claim.Token, claim.Rows[0], "the account is closed"); err != nil || !held {

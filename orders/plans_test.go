@@ -245,7 +245,7 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 			return err
 		}},
 		{"claim refunds", 16, 10 * 16, func([]int64) (err error) {
-			refunds, err = store.ClaimRefunds(b.ctx, 16, time.Minute)
+			refunds, err = store.ClaimRefunds(b.ctx, "test", 16, time.Minute)
 			if len(refunds.Rows) != 16 {
 				return fmt.Errorf("%d claimed", len(refunds.Rows))
 			}

@@ -28,10 +28,14 @@ type RefundClaim struct {
 	Rows  []PendingRefund
 }
 
-// ClaimRefunds leases up to limit pending refunds whose time has come, oldest first, and skips those that somebody else is claiming. An empty
-// claim means that there is nothing to do. The lease has to be longer than the work on a refund may take. It is no proof against making one
+// ClaimRefunds leases up to limit pending refunds of payments that came through the gateway and whose time has come, oldest first, and skips
+// those that somebody else is claiming. An empty claim means that there is nothing to do; refunds of other gateways are for whoever works for
+// those. The lease has to be longer than the work on a refund may take. It is no proof against making one
 // twice (a process may be stopped for longer than any lease), which is what the gateway's idempotency key is for.
-func (s *Store) ClaimRefunds(ctx context.Context, limit int, lease time.Duration) (RefundClaim, error) {
+func (s *Store) ClaimRefunds(ctx context.Context, gateway string, limit int, lease time.Duration) (RefundClaim, error) {
+	if gateway == "" {
+		return RefundClaim{}, invalid("claim of refunds without the name of their gateway")
+	}
 	if limit < 1 || limit > maxRows || lease <= 0 {
 		return RefundClaim{}, invalid("claim of %d refunds for %s; allowed are 1 to %d and a positive lease", limit, lease, maxRows)
 	}
@@ -39,7 +43,7 @@ func (s *Store) ClaimRefunds(ctx context.Context, limit int, lease time.Duration
 	err := s.inTx(ctx, "claim refunds", func(ctx context.Context, t *txn) error {
 		claim = RefundClaim{Token: newToken(), Until: t.now.Add(lease)}
 		err := t.each(ctx, `SELECT gateway, transaction_id, order_id, amount, currency, reason, attempts FROM refunds FORCE INDEX (refunds_to_do)
-			WHERE state = 'pending' AND available_at <= ? ORDER BY available_at LIMIT ? FOR UPDATE SKIP LOCKED`, []any{at(t.now), limit}, func(rows *sql.Rows) error {
+			WHERE state = 'pending' AND gateway = ? AND available_at <= ? ORDER BY available_at LIMIT ? FOR UPDATE SKIP LOCKED`, []any{gateway, at(t.now), limit}, func(rows *sql.Rows) error {
 			var r PendingRefund
 			err := rows.Scan(&r.Gateway, &r.TransactionID, &r.OrderID, &r.Amount, &r.Currency, &r.Reason, &r.Attempts)
 			claim.Rows = append(claim.Rows, r)

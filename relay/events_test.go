@@ -180,7 +180,7 @@ func TestRealBrokerDeliversEveryChangeOfAnOrder(t *testing.T) {
 		expect(cancelled, orders.OutgoingPlaced, orders.OutgoingCancelled, orders.OutgoingRefundDone)
 		expect(open, orders.OutgoingPlaced)
 	}
-	claim, err := b.store.ClaimRefunds(t.Context(), 100, time.Minute)
+	claim, err := b.store.ClaimRefunds(t.Context(), "bank", 100, time.Minute)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -62,7 +62,12 @@ func (b *bundle) gate(t *testing.T, cfg payments.GateConfig, on ...payments.Stor
 	if len(on) > 0 {
 		store = on[0]
 	}
-	cfg.Name, cfg.Registerer = gatewayName, b.reg
+	if cfg.Name == "" {
+		cfg.Name = gatewayName
+	}
+	if cfg.Registerer == nil {
+		cfg.Registerer = b.reg
+	}
 	if cfg.DecideWithin == 0 {
 		cfg.DecideWithin = limit / 3
 	}
@@ -76,7 +81,12 @@ func (b *bundle) gate(t *testing.T, cfg payments.GateConfig, on ...payments.Stor
 // work runs a worker until the test ends, and ends it when stop is called.
 func (b *bundle) work(t *testing.T, cfg payments.WorkerConfig) (stop func()) {
 	t.Helper()
-	cfg.Name, cfg.Registerer = gatewayName, b.reg
+	if cfg.Name == "" {
+		cfg.Name = gatewayName
+	}
+	if cfg.Registerer == nil {
+		cfg.Registerer = b.reg
+	}
 	if cfg.Poll == 0 {
 		cfg.Poll = 20 * time.Millisecond
 	}

@@ -17,7 +17,7 @@ import (
 // Ledger is what the worker needs of the store; *orders.Store has it, and its documentation says what each verb does. Marks are false where
 // the lease was lost.
 type Ledger interface {
-	ClaimRefunds(ctx context.Context, limit int, lease time.Duration) (orders.RefundClaim, error)
+	ClaimRefunds(ctx context.Context, gateway string, limit int, lease time.Duration) (orders.RefundClaim, error)
 	RefundDone(ctx context.Context, token string, r orders.PendingRefund, gatewayRefundID string) (bool, error)
 	RefundRetry(ctx context.Context, token string, r orders.PendingRefund, pause time.Duration, cause error) (bool, error)
 	RefundGivenUp(ctx context.Context, token string, r orders.PendingRefund, reason string) (bool, error)
@@ -215,7 +215,7 @@ func (w *Worker) loop(ctx context.Context, kind string, once func() (int, error)
 
 // refunds claims refunds, makes them side by side, and says how many were claimed.
 func (w *Worker) refunds(ctx context.Context) (int, error) {
-	claim, err := w.ledger.ClaimRefunds(ctx, w.cfg.Batch, w.cfg.Lease)
+	claim, err := w.ledger.ClaimRefunds(ctx, w.cfg.Name, w.cfg.Batch, w.cfg.Lease)
 	if err != nil {
 		return 0, err
 	}
@@ -237,10 +237,6 @@ func (w *Worker) refund(ctx context.Context, token string, r orders.PendingRefun
 // makeRefund makes one refund, and marks it. Between any two of its steps the process may end: the row is pending then, and whoever claims it
 // next sends the same key.
 func (w *Worker) makeRefund(ctx context.Context, token string, r orders.PendingRefund) (result string, held bool, err error) {
-	if r.Gateway != w.cfg.Name {
-		held, err = w.ledger.RefundGivenUp(ctx, token, r, fmt.Sprintf("the money came through the gateway %q, and the configured one is %q (gateway.name)", r.Gateway, w.cfg.Name))
-		return resultGivenUp, held, err
-	}
 	a, failure := w.gateway.Refund(ctx, RefundKey(r.Gateway, r.TransactionID), r)
 	if failure == nil {
 		switch a.State {

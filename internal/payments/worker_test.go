@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/lapse-orders/lapse/internal/payments"
 	"github.com/lapse-orders/lapse/internal/payments/paytest"
 	"github.com/lapse-orders/lapse/orders"
@@ -169,22 +171,27 @@ func TestARefundThatCannotBeMadeIsParkedAndOneThatIsUnderWayIsAskedForAgain(t *t
 	b.wantClean(t)
 }
 
-// Money of another gateway must not be asked of this one.
-func TestARefundOfAnotherGatewaysMoneyIsParked(t *testing.T) {
+// Money of another gateway must not be asked of this one, nor given up by its worker: two gateways share a database.
+func TestARefundIsLeftToTheWorkerOfItsGateway(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
 	id := b.place(t)
 	if _, err := b.store.RecordPayment(t.Context(), orders.Payment{Gateway: "other", TransactionID: "1", OrderID: id, Currency: "EUR", Amount: 1200}); err != nil {
 		t.Fatal(err)
 	}
+	b.owe(t, 1) // later, and made before it
 	b.work(t, payments.WorkerConfig{})
-	eventually(t, "it is given up", func() bool { return b.refundsIn(t, "given_up") == 1 })
-	if got := b.db.Text(t, "SELECT reason FROM parked WHERE what = 'payment' AND ref = 'other:1'"); !strings.Contains(got, `"other"`) || !strings.Contains(got, "gateway.name") {
-		t.Errorf("parked because %q", got)
+	eventually(t, "its own refund is made, and the other one is counted", func() bool {
+		return b.refundsIn(t, "done") == 1 && b.metric(t, "lapse_gateway_owed", map[string]string{"kind": "refund"}) == 1
+	})
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM refunds WHERE gateway = 'other' AND state = 'pending' AND attempts = 0 AND lease_token IS NULL"); n != 1 {
+		t.Error("the refund of the other gateway was touched")
 	}
-	if n := b.service.Calls("refund", 0); n != 0 {
-		t.Errorf("the gateway was asked %d times", n)
+	if n := b.service.Calls("refund", id); n != 0 {
+		t.Errorf("the gateway was asked %d times for money that another has", n)
 	}
+	b.work(t, payments.WorkerConfig{Name: "other", Registerer: prometheus.NewRegistry()})
+	eventually(t, "the other one's worker makes it", func() bool { return b.refundsIn(t, "done") == 2 })
 	b.wantClean(t)
 }
 
@@ -265,11 +272,11 @@ type flaky struct {
 	down atomic.Bool
 }
 
-func (f *flaky) ClaimRefunds(ctx context.Context, limit int, lease time.Duration) (orders.RefundClaim, error) {
+func (f *flaky) ClaimRefunds(ctx context.Context, gateway string, limit int, lease time.Duration) (orders.RefundClaim, error) {
 	if f.down.Load() {
 		return orders.RefundClaim{}, errAway
 	}
-	return f.Ledger.ClaimRefunds(ctx, limit, lease)
+	return f.Ledger.ClaimRefunds(ctx, gateway, limit, lease)
 }
 
 func (f *flaky) ClaimTasks(ctx context.Context, limit int, lease time.Duration) (orders.TaskClaim, error) {
