@@ -207,10 +207,7 @@ func TestAKeyWhoseHolderGivesUpIsTakenByWhoeverWaits(t *testing.T) {
 				results <- result{repeated, err}
 			}()
 		}
-		// All that the server can show of a waiter is that its INSERT goes on.
-		eventuallyEvery(t, 120*time.Millisecond, "the others wait for the key", func() bool {
-			return b.db.Int(t, "SELECT COUNT(*) FROM information_schema.INNODB_TRX WHERE trx_state = 'LOCK WAIT' AND trx_query LIKE 'INSERT INTO idempotency_keys%'") >= waiters
-		})
+		b.awaitLockWaits(waiters)
 		return giveUp
 	})
 	if !errors.Is(err, giveUp) {

@@ -413,7 +413,13 @@ var polling sync.Mutex
 // awaitLockWait waits until a transaction of this database waits for a lock.
 func (b *bundle) awaitLockWait() {
 	b.t.Helper()
-	query := `SELECT COUNT(*) FROM performance_schema.data_lock_waits w JOIN performance_schema.threads h ON h.THREAD_ID = w.REQUESTING_THREAD_ID
+	b.awaitLockWaits(1)
+}
+
+// awaitLockWaits waits until so many of them do.
+func (b *bundle) awaitLockWaits(n int64) {
+	b.t.Helper()
+	query := `SELECT COUNT(DISTINCT w.REQUESTING_THREAD_ID) FROM performance_schema.data_lock_waits w JOIN performance_schema.threads h ON h.THREAD_ID = w.REQUESTING_THREAD_ID
 		WHERE h.PROCESSLIST_DB = DATABASE()`
 	if b.isMariaDB() {
 		query = `SELECT COUNT(*) FROM information_schema.INNODB_TRX x JOIN information_schema.PROCESSLIST p ON p.ID = x.trx_mysql_thread_id
@@ -422,7 +428,7 @@ func (b *bundle) awaitLockWait() {
 		polling.Lock()
 		defer polling.Unlock()
 	}
-	eventuallyEvery(b.t, 150*time.Millisecond, "somebody waits for a lock", func() bool { return b.db.Int(b.t, query) > 0 })
+	eventuallyEvery(b.t, 150*time.Millisecond, fmt.Sprintf("%d wait for a lock", n), func() bool { return b.db.Int(b.t, query) >= n })
 }
 
 // TestUnknownIDInACancelBlocksNoInsert: at REPEATABLE READ the lock of a missing row is the lock of a gap, and every order that is placed
