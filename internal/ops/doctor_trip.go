@@ -250,7 +250,11 @@ func (d *doctor) ensureOwn(ctx context.Context) (there bool, err error) {
 	topic, group := d.inAdmin(d.cfg.OwnTopic), d.inAdmin(d.cfg.OwnGroup)
 	if _, err := c.Topic(ctx, topic); errors.Is(err, admin.ErrNotFound) {
 		if err := c.CreateTopic(ctx, topic, admin.Delay, 2); err != nil {
-			return false, err
+			// The broker names its name servers as it knows them, which in a container is no address for us: that they know the topic cannot
+			// be seen then, and the proxy is asked until it does.
+			if _, missing := c.Topic(ctx, topic); missing != nil {
+				return false, err
+			}
 		}
 	} else if err != nil {
 		return false, nil // the proxy may know it; what is wrong with the administration, others say
