@@ -61,6 +61,12 @@ var notOurs = numbers(
 	[]uint16{1290, 1792, 1836},                                                                   // read-only
 )
 
+// ofClient are the numbers of the client library (2006, 2013: the connection is lost), which proxies send on as a server's.
+func ofClient(n uint16) bool { return 2000 <= n && n < 2100 }
+
+// ofProxy are ProxySQL's own: no server of a hostgroup can be reached (9001), and the like.
+func ofProxy(n uint16) bool { return 9000 <= n && n < 10000 }
+
 func numbers(groups ...[]uint16) map[uint16]bool {
 	set := map[uint16]bool{}
 	for _, g := range groups {
@@ -87,7 +93,7 @@ func IsUnavailable(err error) bool {
 		return true
 	}
 	if n := number(err); n != 0 {
-		return notOurs[n]
+		return notOurs[n] || ofClient(n) || ofProxy(n)
 	}
 	for _, known := range []error{
 		driver.ErrBadConn, sql.ErrConnDone, sql.ErrTxDone, io.EOF, io.ErrUnexpectedEOF, context.DeadlineExceeded, context.Canceled,

@@ -29,6 +29,7 @@ func TestErrorsOfTheDatabaseAreToldFromThoseOfAnOrder(t *testing.T) {
 	}{
 		{1213, true, false}, {1205, true, false}, {1020, true, false},
 		{1290, false, false}, {1792, false, false}, {1836, false, false}, // read-only
+		{2006, false, false}, {2013, false, false}, {9001, false, false}, // a proxy's
 		{1040, false, false}, {1129, false, false}, {1203, false, false}, {1226, false, false}, // connections
 		{1021, false, false}, {1030, false, false}, {1041, false, false}, {1114, false, false}, {1206, false, false}, // space
 		{1044, false, false}, {1045, false, false}, {1142, false, false}, {1143, false, false}, {1227, false, false}, {1698, false, false}, // rights

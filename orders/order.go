@@ -28,7 +28,8 @@ const (
 // this reason alone: a cancel by hand may come at any time.
 const ReasonTimeout = "timeout"
 
-// Item is one line of an order. Price is in minor units (cents), of one piece.
+// Item is one line of an order. Price is in minor units (cents), of one piece. Of one SKU an order has 1 to 1,000,000,000 pieces, so that the
+// counters of its stock do not overflow.
 type Item struct {
 	SKU      string `json:"sku"`
 	Quantity int64  `json:"quantity"`
@@ -197,8 +198,8 @@ func sumItems(items []Item) ([]Item, error) {
 		if seen && sum.Price != it.Price {
 			return nil, invalid("two lines of %q have the prices %d and %d; one SKU has one price", it.SKU, sum.Price, it.Price)
 		}
-		if it.Quantity > math.MaxInt64-sum.Quantity {
-			return nil, invalid("the quantities of %q add up to more than %d", it.SKU, int64(math.MaxInt64))
+		if it.Quantity > maxQuantity-sum.Quantity {
+			return nil, invalid("the quantities of %q add up to more than %d", it.SKU, maxQuantity)
 		}
 		sum.SKU, sum.Price = it.SKU, it.Price
 		sum.Quantity += it.Quantity
@@ -218,11 +219,29 @@ func sumItems(items []Item) ([]Item, error) {
 // maxItems keeps the IN lists of one order below 1,000, the length from which MariaDB rewrites them into a join.
 const maxItems = 500
 
+// maxQuantity is how much of one SKU an order may have. A counter of stock that is not limited would run full otherwise, and fail whatever comes
+// after: also the payment of the order that filled it.
+const maxQuantity int64 = 1_000_000_000
+
 // clip cuts a text to n characters, so that a column can hold it in every sql_mode.
+//
+// It may end in a character that an ASCII column does not take; see [clipID].
 func clip(s string, n int) string {
 	s = strings.ToValidUTF8(s, "\uFFFD")
 	if utf8.RuneCountInString(s) <= n {
 		return s
 	}
 	return string([]rune(s)[:n-1]) + "…"
+}
+
+// clipID makes of a broker's message id what an ASCII column can hold: one that could not be written would keep its rows from ever being
+// marked sent.
+func clipID(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r > unicode.MaxASCII || r == utf8.RuneError {
+			return '?'
+		}
+		return r
+	}, s)
+	return s[:min(len(s), maxName)]
 }

@@ -104,7 +104,7 @@ func (p Payment) check() error {
 	if p.Amount <= 0 {
 		return invalid("amount %d is not positive", p.Amount)
 	}
-	if !p.PaidAt.IsZero() && (p.PaidAt.Year() < 1970 || p.PaidAt.Year() > 9999) {
+	if year := p.PaidAt.UTC().Year(); !p.PaidAt.IsZero() && (year < 1970 || year > 9999) {
 		return invalid("paid-at %s is out of range", p.PaidAt)
 	}
 	return nil

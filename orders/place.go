@@ -3,7 +3,9 @@ package orders
 import (
 	"context"
 	"fmt"
+	"strings"
 	"time"
+	"unicode"
 
 	"gorm.io/gorm"
 )
@@ -127,6 +129,9 @@ func (s *Store) checkNew(n NewOrder, now time.Time) (deadline instant, grace tim
 		if err := checkName(f.what, f.is, f.required); err != nil {
 			return instant{}, 0, err
 		}
+	}
+	if strings.ContainsFunc(n.Traceparent, func(r rune) bool { return r > unicode.MaxASCII }) {
+		return instant{}, 0, invalid("traceparent %q has characters that are not ASCII", n.Traceparent)
 	}
 	if len(n.Currency) > maxCurrency {
 		return instant{}, 0, invalid("currency %q has more than %d characters", n.Currency, maxCurrency)

@@ -219,9 +219,10 @@ func TestPoliciesThatMakeNoSenseAreRefusedByName(t *testing.T) {
 		}
 	}
 	for says, p := range map[string]orders.Policy{
-		"time is negative":            {Timeout: -time.Second},
-		"later than MaxLifetime 168h": {Timeout: 167 * time.Hour, Grace: 2 * time.Hour},
-		`channel "web " begins`:       {Channel: "web ", Never: true},
+		"time is negative":                {Timeout: -time.Second},
+		"later than MaxLifetime 168h0m0s": {Timeout: 2_562_047 * time.Hour, Grace: 48 * time.Minute},
+		"later than MaxLifetime 168h":     {Timeout: 167 * time.Hour, Grace: 2 * time.Hour},
+		`channel "web " begins`:           {Channel: "web ", Never: true},
 	} {
 		if _, err := orders.Open("u:p@tcp(127.0.0.1:1)/d", orders.Config{Policies: []orders.Policy{p}}); !errors.Is(err, orders.ErrInvalid) || !strings.Contains(err.Error(), says) {
 			t.Errorf("%+v: %v, want %q", p, err, says)

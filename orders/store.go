@@ -96,8 +96,9 @@ func (c Config) validate() error {
 		return fmt.Errorf("orders.Config.Policies: %w", err)
 	}
 	for _, p := range c.Policies {
-		if all := cmp.Or(p.Timeout, c.Timeout) + p.Grace; !p.Never && all > c.MaxLifetime {
-			return invalid("orders.Config.Policies: policy %q has its deadline %s after placing, later than MaxLifetime %s", p, all, c.MaxLifetime)
+		// Not their sum, which may overflow.
+		if timeout := cmp.Or(p.Timeout, c.Timeout); !p.Never && (p.Grace > c.MaxLifetime || timeout > c.MaxLifetime-p.Grace) {
+			return invalid("orders.Config.Policies: policy %q has its deadline %s and a grace of %s after placing, later than MaxLifetime %s", p, timeout, p.Grace, c.MaxLifetime)
 		}
 	}
 	return nil

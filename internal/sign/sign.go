@@ -56,7 +56,10 @@ func Check(values, secrets []string, subject string, body []byte, now time.Time)
 		case "t":
 			seconds = value
 		case "v1":
-			signature, _ = hex.DecodeString(value) // what is no hexadecimal equals no signature
+			var err error
+			if signature, err = hex.DecodeString(value); err != nil {
+				signature = nil // it is given up to the first character that is no digit
+			}
 		}
 	}
 	unix, err := strconv.ParseInt(seconds, 10, 64)

@@ -33,6 +33,7 @@ func TestASignatureFitsItsTimeItsSubjectAndItsBodyAlone(t *testing.T) {
 		"none":                    {refused: true},
 		"two":                     {values: []string{good, good}, refused: true},
 		"rubbish":                 {values: []string{"v1=zz,t=soon"}, refused: true},
+		"with a tail":             {values: []string{good + "zz"}, refused: true},
 		"a time beyond all times": {values: []string{"t=99999999999999999999" + good[len("t=1796050800"):]}, refused: true},
 	} {
 		subject, content, at := path, body, now
