@@ -24,7 +24,10 @@ are closed, the databases last. What was placed in the last moment waits in its 
 
 Each part works on the database as its own command does: mysql.dsn_relay, mysql.dsn_consume, mysql.dsn_refund,
 mysql.dsn_reconcile, mysql.dsn; and each with a pool of mysql.max_open_conns, so that a rush on the API takes no
-connection from the cancels.`,
+connection from the cancels.
+
+/readyz and lapse health answer for the API: they name the broker and the other parts, and do not fail for them, since
+orders are placed without a broker. lapse_ready is 0 for what is missing.`,
 		Example: `  export LAPSE_MYSQL_DSN='lapse:secret@tcp(db:3306)/lapse' LAPSE_ROCKETMQ_ENDPOINTS=broker:8081
   lapse all
   lapse all --api-addr 127.0.0.1:8000 --config lapse.yaml
@@ -78,6 +81,11 @@ func (a *app) assembleAll(s *service) (*parts, error) {
 		if err != nil {
 			return all, fmt.Errorf("%s: %w", part.name, err)
 		}
+	}
+	// What a checkout waits for is the API and its database. Were the process taken away for its broker's sake, no order could be placed, though
+	// that never needs the broker.
+	for i := range all.checks {
+		all.checks[i].optional = all.checks[i].name != checkAPI
 	}
 	return all, nil
 }

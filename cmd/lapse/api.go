@@ -71,7 +71,7 @@ func assembleAPI(s *service) (*parts, error) {
 			return nil
 		},
 		run:    []func(context.Context) error{func(ctx context.Context) error { return server.Serve(ctx, l) }},
-		checks: []check{{name: "api", ready: func(context.Context) error { return server.Ready() }}},
+		checks: []check{{name: checkAPI, ready: func(context.Context) error { return server.Ready() }}},
 	}, nil
 }
 

@@ -87,6 +87,10 @@ func TestAllInOneProcessCancelsWhatIsPlacedOverHTTPAndNotPaid(t *testing.T) {
 	b.db.Exec(t, "INSERT INTO stock (sku, available, reserved, sold) VALUES ('pen', 1000, 0, 0)")
 	p := spawn(t, b.apiEnviron("LAPSE_RELAY_LINGER=10ms"), "all")
 	p.ready(t)
+	eventually(t, "every part is ready", func() bool {
+		n, _ := p.metric(t, "lapse_ready", "")
+		return n == 5
+	})
 	code, stdout, stderr := lapse(t, []string{"LAPSE_HTTP_ADDR=" + p.addr(t)}, "health", "all")
 	if want := "database: ok\nbroker: ok\nrelay: ok\nconsumer: ok\napi: ok\n"; code != 0 || stdout != want {
 		t.Errorf("health: exit code %d, stdout %q, stderr %q; want %q", code, stdout, stderr, want)
@@ -140,6 +144,28 @@ func TestAllInOneProcessCancelsWhatIsPlacedOverHTTPAndNotPaid(t *testing.T) {
 	}
 	if strings.Contains(p.stderr.String(), testToken) {
 		t.Error("the log has the token in it")
+	}
+}
+
+// A checkout never waits for the broker, and so nothing may take its API away for the broker's sake.
+func TestAllIsReadyForOrdersWithoutTheBroker(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	p := spawn(t, b.apiEnviron("LAPSE_ROCKETMQ_ENDPOINTS=127.0.0.1:1"), "all")
+	p.ready(t)
+	p.placeByHTTP(t, `{"currency":"EUR","amount":"100"}`)
+	code, stdout, stderr := lapse(t, []string{"LAPSE_HTTP_ADDR=" + p.addr(t)}, "health", "all")
+	if code != 0 || !strings.Contains(stdout, "database: ok\n") || !strings.Contains(stdout, "api: ok\n") || strings.Contains(stdout, "broker: ok") {
+		t.Errorf("health: exit code %d, stdout %q, stderr %q", code, stdout, stderr)
+	}
+	for check, want := range map[string]float64{"broker": 0, "api": 1} {
+		if n, _ := p.metric(t, "lapse_ready", `check="`+check+`"`); n != want {
+			t.Errorf("lapse_ready of %s is %v, want %v", check, n, want)
+		}
+	}
+	p.signal(syscall.SIGTERM)
+	if code := p.wait(t); code != 0 {
+		t.Errorf("it ends with %d, want 0", code)
 	}
 }
 

@@ -32,11 +32,14 @@ type check struct {
 	ready func(ctx context.Context) error
 	// loop says that it is the work itself, which needs everything before it.
 	loop bool
+	// optional says that it is shown and measured, and decides nothing: without it the service does the work that it is asked for.
+	optional bool
 }
 
 const (
 	checkDatabase = "database"
 	checkBroker   = "broker"
+	checkAPI      = "api"
 	starting      = "starting" // what is missing before the first look
 )
 
@@ -50,9 +53,10 @@ type readiness struct {
 
 // checked is one of its checks.
 type checked struct {
-	Name    string `json:"name"`
-	Ready   bool   `json:"ready"`
-	Missing string `json:"missing,omitempty"`
+	Name     string `json:"name"`
+	Ready    bool   `json:"ready"`
+	Missing  string `json:"missing,omitempty"`
+	Optional bool   `json:"optional,omitempty"` // ready decides nothing
 }
 
 // watch looks again and again whether a service can work, and says so in the log when that changes.
@@ -75,7 +79,7 @@ func newWatch(service string, checks []check, log *slog.Logger, reg prometheus.R
 	w.last = readiness{Service: service, Version: readBuild().Version}
 	for _, c := range checks {
 		w.gauge.WithLabelValues(c.name).Set(0)
-		w.last.Checks = append(w.last.Checks, checked{Name: c.name, Missing: starting})
+		w.last.Checks = append(w.last.Checks, checked{Name: c.name, Missing: starting, Optional: c.optional})
 	}
 	return w, reg.Register(w.gauge)
 }
@@ -121,7 +125,7 @@ func (w *watch) look(ctx context.Context) {
 		return
 	}
 	switch why, down := missing[checkDatabase]; {
-	case now.Ready:
+	case len(names) == 0:
 		w.worked = true
 		w.log.Info("ready")
 	case down:
@@ -129,6 +133,8 @@ func (w *watch) look(ctx context.Context) {
 	case !w.worked:
 		// Every start takes its second or two, in which one thing comes after the other: nothing to warn of.
 		w.log.Info("waiting", "for", strings.Join(names, ","))
+	case now.Ready:
+		w.log.Warn("ready, without a part", "missing", strings.Join(names, ","))
 	default:
 		// The parts have logged their own reasons.
 		w.log.Warn("not ready", "missing", strings.Join(names, ","))
@@ -145,10 +151,10 @@ func (w *watch) set(missing func(checked) string) (before, now readiness) {
 		text := missing(c)
 		value := 1.0
 		if text != "" {
-			now.Ready, value = false, 0
+			now.Ready, value = now.Ready && c.Optional && text != starting, 0
 		}
 		w.gauge.WithLabelValues(c.Name).Set(value)
-		now.Checks = append(now.Checks, checked{Name: c.Name, Ready: text == "", Missing: text})
+		now.Checks = append(now.Checks, checked{Name: c.Name, Ready: text == "", Missing: text, Optional: c.Optional})
 	}
 	w.last = now
 	return before, now
