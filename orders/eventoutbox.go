@@ -165,15 +165,15 @@ type outgoingOrder struct {
 
 // insertOutgoing writes the rows; orders[i] is that of list[i].
 func (t *txn) insertOutgoing(ctx context.Context, list []outgoing, orders []outgoingOrder) error {
-	args := make([]any, 0, 8*len(list))
+	args := make([]any, 0, 9*len(list))
 	for i, e := range list {
 		data, err := mergeJSON(orders[i], e.data)
 		if err != nil {
 			return fmt.Errorf("encode event %s of order %d: %w", e.kind, e.orderID, err)
 		}
-		args = append(args, e.orderID, orders[i].sequence, e.kind, at(t.now), string(data), outboxPending, at(t.now), 0)
+		args = append(args, e.orderID, orders[i].sequence, e.kind, at(t.now), string(data), outboxPending, at(t.now), at(t.now), 0)
 	}
-	_, err := t.exec(ctx, "INSERT INTO event_outbox (order_id, sequence, type, at, data, state, available_at, attempts) VALUES "+tuples(len(list), 8), args...)
+	_, err := t.exec(ctx, "INSERT INTO event_outbox (order_id, sequence, type, at, data, state, available_at, pending_since, attempts) VALUES "+tuples(len(list), 9), args...)
 	if err != nil {
 		return fmt.Errorf("write %d rows of the outbox of events: %w", len(list), err)
 	}
@@ -284,10 +284,10 @@ func (s *Store) MarkOutgoingSent(ctx context.Context, token string, sent []SentO
 			args := make([]any, 0, 2*len(part)+2)
 			for i, e := range part {
 				ids[i] = e.ID
-				args = append(args, e.ID, clip(e.MessageID, 64))
+				args = append(args, e.ID, clipID(e.MessageID))
 			}
 			n, err := t.mark(ctx, outgoingEvents, token, ids,
-				"state = 'sent', message_id = CASE id"+strings.Repeat(" WHEN ? THEN ?", len(part))+" END, sent_at = ?, available_at = ?, lease_token = NULL, last_error = NULL",
+				"state = 'sent', message_id = CASE id"+strings.Repeat(" WHEN ? THEN ?", len(part))+" END, sent_at = ?, available_at = ?, pending_since = NULL, lease_token = NULL, last_error = NULL",
 				append(args, at(t.now), at(t.now.Add(s.cfg.Retention.Events)))...)
 			if err != nil {
 				return err
@@ -314,7 +314,7 @@ func (s *Store) UnclaimOutgoing(ctx context.Context, token string, ids []int64) 
 func (s *Store) ParkOutgoing(ctx context.Context, token string, e Outgoing, reason string, body []byte) (int, error) {
 	var n int
 	err := s.inTx(ctx, "park event "+e.EventID(), func(ctx context.Context, t *txn) (err error) {
-		n, err = t.mark(ctx, outgoingEvents, token, []int64{e.ID}, "state = 'parked', lease_token = NULL, attempts = attempts + 1, last_error = ?", clip(reason, 1024))
+		n, err = t.mark(ctx, outgoingEvents, token, []int64{e.ID}, "state = 'parked', pending_since = NULL, lease_token = NULL, attempts = attempts + 1, last_error = ?", clip(reason, 1024))
 		if err != nil || n == 0 {
 			return err
 		}
@@ -332,8 +332,8 @@ func (t *txn) retryEvent(ctx context.Context, id string) (order int64, err error
 	if order, err = ParseID(digits); err != nil {
 		return 0, fmt.Errorf("%w: %q is no event of ours; discard it", ErrCannotRetry, id)
 	}
-	n, err := t.exec(ctx, "UPDATE event_outbox FORCE INDEX (event_outbox_by_order) SET state = 'pending', available_at = ? WHERE order_id = ? AND sequence = ? AND state = 'parked'",
-		at(t.now), order, sequence)
+	n, err := t.exec(ctx, "UPDATE event_outbox FORCE INDEX (event_outbox_by_order) SET state = 'pending', available_at = ?, pending_since = ? WHERE order_id = ? AND sequence = ? AND state = 'parked'",
+		at(t.now), at(t.now), order, sequence)
 	if err != nil {
 		return 0, fmt.Errorf("give event %s back to the relay: %w", id, err)
 	}

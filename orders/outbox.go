@@ -16,14 +16,22 @@ const (
 	outboxParked  = "parked"
 )
 
+// An outbox row has two times. available_at says when it may be claimed: a claim, a failed send and a stopping relay move it on, so that of a
+// broker that refuses for hours it tells nothing. pending_since says since when the row waits; it is written where the row becomes pending, and
+// none of these touch it. It is cleared where the row is done with, so that one that a build without the column makes pending again has its age
+// from available_at: that is what NULL means. Both are in the index outbox_to_do, so that the age of what waits is read from the index alone.
+
+// pendingSince gives it, in SQL.
+const pendingSince = "COALESCE(pending_since, available_at)"
+
 // addOutbox writes the row that makes the relay send the order's timed message.
 func (t *txn) addOutbox(ctx context.Context, id int64, deliverAt time.Time, traceparent string) error {
 	var trace any
 	if traceparent != "" {
 		trace = traceparent
 	}
-	_, err := t.exec(ctx, `INSERT INTO outbox (order_id, deliver_at, state, available_at, attempts, traceparent) VALUES (?, ?, 'pending', ?, 0, ?)`,
-		id, at(deliverAt), at(t.now), trace)
+	_, err := t.exec(ctx, `INSERT INTO outbox (order_id, deliver_at, state, available_at, pending_since, attempts, traceparent) VALUES (?, ?, 'pending', ?, ?, 0, ?)`,
+		id, at(deliverAt), at(t.now), at(t.now), trace)
 	if err != nil {
 		return fmt.Errorf("write outbox row of order %d: %w", id, err)
 	}
@@ -48,9 +56,9 @@ func (t *txn) retime(ctx context.Context, rows []retiming) error {
 	slices.SortFunc(rows, func(a, b retiming) int { return int(min(max(a.orderID-b.orderID, -1), 1)) })
 	for _, r := range rows {
 		available := at(t.now.Add(r.after))
-		_, err := t.exec(ctx, `INSERT INTO outbox (order_id, deliver_at, state, available_at, attempts) VALUES (?, ?, 'pending', ?, 0)
-			ON DUPLICATE KEY UPDATE deliver_at = ?, state = 'pending', available_at = ?, lease_token = NULL, attempts = 0, last_error = NULL`,
-			r.orderID, at(r.deliverAt), available, at(r.deliverAt), available)
+		_, err := t.exec(ctx, `INSERT INTO outbox (order_id, deliver_at, state, available_at, pending_since, attempts) VALUES (?, ?, 'pending', ?, ?, 0)
+			ON DUPLICATE KEY UPDATE deliver_at = ?, state = 'pending', available_at = ?, pending_since = ?, lease_token = NULL, attempts = 0, last_error = NULL`,
+			r.orderID, at(r.deliverAt), available, available, at(r.deliverAt), available, available)
 		if err != nil {
 			return fmt.Errorf("time outbox row of order %d anew: %w", r.orderID, err)
 		}
@@ -159,8 +167,8 @@ func (s *Store) MarkSent(ctx context.Context, token string, messages []Sent) (in
 			}
 		}
 		for _, m := range messages {
-			n, err := t.mark(ctx, timedMessages, token, m.IDs, "state = 'sent', message_id = ?, sent_at = ?, deliver_at = ?, available_at = ?, lease_token = NULL, last_error = NULL",
-				clip(m.MessageID, 64), at(t.now), at(m.Due), at(t.now.Add(s.cfg.OutboxRetention)))
+			n, err := t.mark(ctx, timedMessages, token, m.IDs, "state = 'sent', message_id = ?, sent_at = ?, deliver_at = ?, available_at = ?, pending_since = NULL, lease_token = NULL, last_error = NULL",
+				clipID(m.MessageID), at(t.now), at(m.Due), at(t.now.Add(s.cfg.OutboxRetention)))
 			if err != nil {
 				return err
 			}
@@ -213,7 +221,7 @@ func (s *Store) MarkParked(ctx context.Context, token string, ids []int64, reaso
 			if len(held) == 0 {
 				continue
 			}
-			n, err := t.exec(ctx, "UPDATE outbox FORCE INDEX (PRIMARY) SET state = 'parked', lease_token = NULL, attempts = attempts + 1, last_error = ? WHERE order_id IN ("+marks(len(held))+")",
+			n, err := t.exec(ctx, "UPDATE outbox FORCE INDEX (PRIMARY) SET state = 'parked', pending_since = NULL, lease_token = NULL, attempts = attempts + 1, last_error = ? WHERE order_id IN ("+marks(len(held))+")",
 				append([]any{clip(reason, 1024)}, anys(held)...)...)
 			if err != nil {
 				return fmt.Errorf("park %d rows: %w", len(held), err)

@@ -379,19 +379,19 @@ func TestStatsShowWhatWaits(t *testing.T) {
 	held := b.place(overdue).ID
 	b.place()
 	b.db.Exec(t, "UPDATE orders SET hold_until = UTC_TIMESTAMP(3) + INTERVAL 1 HOUR WHERE id = ?", held)
-	b.db.Exec(t, "UPDATE outbox SET available_at = UTC_TIMESTAMP(3) - INTERVAL 90 SECOND WHERE order_id = ?", held)
+	b.db.Exec(t, "UPDATE outbox SET pending_since = UTC_TIMESTAMP(3) - INTERVAL 90 SECOND WHERE order_id = ?", held)
 	if st := stats(); st.OutboxPending != 3 || st.OutboxOldest < 89*time.Second || st.OutboxOldest > 5*time.Minute || st.Overdue != 1 {
 		t.Errorf("%+v", st)
 	}
 	c := b.claim(10, time.Minute)
-	if st := stats(); st.OutboxPending != 3 || st.OutboxOldest != 0 {
-		t.Errorf("all leased: %+v", st)
+	if st := stats(); st.OutboxPending != 3 || st.OutboxOldest < 89*time.Second {
+		t.Errorf("all leased, and none sent: %+v", st)
 	}
 	if _, err := b.store.MarkSent(b.ctx, c.Token, []orders.Sent{{IDs: claimed(c), MessageID: "m", Due: noon}}); err != nil {
 		t.Fatal(err)
 	}
 	b.cancelDue(overdueID, 5)
-	if st := stats(); st.OutboxPending != 0 || st.Overdue != 0 || st.Parked != 1 {
+	if st := stats(); st.OutboxPending != 0 || st.OutboxOldest != 0 || st.Overdue != 0 || st.Parked != 1 {
 		t.Errorf("%+v", st)
 	}
 }

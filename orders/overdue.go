@@ -253,8 +253,8 @@ func (t *txn) missed(ctx context.Context, run int64, ids []int64) (map[int64]rec
 	return found, nil
 }
 
-// StaleOutbox is the check beside [Audit] that no outbox row waits to be sent for longer than age: then no relay runs, or the broker refuses,
-// and every order behind it is left to reconcile. It reads db as Audit does, and lists up to limit rows (0: 100).
+// StaleOutbox is the check beside [Audit] that no outbox row waits to be sent for longer than age, failed sends and leases included: then no relay
+// runs, or the broker refuses, and every order behind it is left to reconcile. It reads db as Audit does, and lists up to limit rows (0: 100).
 func StaleOutbox(ctx context.Context, db *sql.DB, age time.Duration, limit int) (Check, error) {
 	if age <= 0 || limit < 0 {
 		return Check{}, invalid("check for outbox rows older than %s, up to %d; both must be positive", age, limit)
@@ -273,12 +273,14 @@ func StaleOutbox(ctx context.Context, db *sql.DB, age time.Duration, limit int) 
 		return Check{}, fmt.Errorf("check the age of outbox rows: %w", err)
 	}
 	old := at(t.now.Add(-age))
-	err = t.QueryRowContext(ctx, `SELECT COUNT(*), COALESCE(SUM(available_at < ?), 0) FROM outbox FORCE INDEX (outbox_to_do) WHERE state = 'pending'`, old).Scan(&c.Rows, &c.Violations)
+	err = t.QueryRowContext(ctx, `SELECT COUNT(*), COALESCE(SUM(`+pendingSince+` < ?), 0) FROM outbox FORCE INDEX (outbox_to_do) WHERE state = 'pending'`, old).Scan(&c.Rows, &c.Violations)
 	if err != nil {
 		return Check{}, fmt.Errorf("count old outbox rows: %w", err)
 	}
-	err = t.each(ctx, `SELECT order_id, CONCAT('waiting since ', available_at, ', ', attempts, ' sends failed', COALESCE(CONCAT(', the last: ', last_error), ''))
-		FROM outbox FORCE INDEX (outbox_to_do) WHERE state = 'pending' AND available_at < ? ORDER BY available_at, order_id LIMIT ?`, []any{old, limit},
+	// The index alone finds the oldest; only these are then read. After an outage there may be millions.
+	err = t.each(ctx, `SELECT b.order_id, CONCAT('waiting since ', o.since, ', ', b.attempts, ' sends failed', COALESCE(CONCAT(', the last: ', b.last_error), ''))
+		FROM (SELECT order_id, `+pendingSince+` AS since FROM outbox FORCE INDEX (outbox_to_do) WHERE state = 'pending' AND `+pendingSince+` < ? ORDER BY since, order_id LIMIT ?) o
+		JOIN outbox b FORCE INDEX (PRIMARY) ON b.order_id = o.order_id ORDER BY o.since, o.order_id`, []any{old, limit},
 		func(rows *sql.Rows) error {
 			var v Violation
 			if err := rows.Scan(&v.OrderID, &v.Detail); err != nil {

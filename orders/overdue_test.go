@@ -188,7 +188,7 @@ func TestOldOutboxRowsAreFound(t *testing.T) {
 	b := setup(t)
 	old, sent := b.place(), b.place()
 	b.place()
-	b.db.Exec(t, "UPDATE outbox SET available_at = UTC_TIMESTAMP(3) - INTERVAL 20 MINUTE, attempts = 3, last_error = 'no broker' WHERE order_id IN (?, ?)", old.ID, sent.ID)
+	b.db.Exec(t, "UPDATE outbox SET pending_since = UTC_TIMESTAMP(3) - INTERVAL 20 MINUTE, attempts = 3, last_error = 'no broker' WHERE order_id IN (?, ?)", old.ID, sent.ID)
 	b.db.Exec(t, "UPDATE outbox SET state = 'sent' WHERE order_id = ?", sent.ID)
 	for _, c := range []struct {
 		age  time.Duration
@@ -212,4 +212,84 @@ func TestOldOutboxRowsAreFound(t *testing.T) {
 	if _, err := orders.StaleOutbox(b.ctx, b.db.SQL, 0, 0); !errors.Is(err, orders.ErrInvalid) {
 		t.Errorf("an age of 0: %v, want ErrInvalid", err)
 	}
+}
+
+// TestRowsThatTheBrokerRefusesForLongAreFound: a relay whose broker refuses tries one row after the other, oldest first, and gives back what it does
+// not try. Each time moves the row's available_at, so that no row is available for long; all of them have waited all the time.
+func TestRowsThatTheBrokerRefusesForLongAreFound(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	cfg := orders.Config{Events: true}
+	at := func(d time.Duration) *bundle { return b.on(b.at(noon.Add(d), cfg)) }
+	later := func(n *orders.NewOrder) { n.DeadlineAt = noon.Add(2 * time.Hour) }
+	var ids []int64
+	for i := range 3 {
+		ids = append(ids, at(time.Duration(i)*time.Second).place(later).ID)
+	}
+	const outage = 20 * time.Minute
+	refused := errors.New("no broker")
+	for d := time.Minute; d < outage; d += time.Minute {
+		now := at(d)
+		probe := now.claim(1, 30*time.Second)
+		now.wantMarked("retry", 1)(now.store.MarkRetry(b.ctx, probe.Token, claimed(probe), 30*time.Second, refused))
+		rest := now.claim(9, 30*time.Second)
+		now.wantMarked("unclaim", 2)(now.store.Unclaim(b.ctx, rest.Token, claimed(rest)))
+		events := now.claimEvents(2, 30*time.Second)
+		now.wantMarked("retry of an event", 1)(now.store.MarkOutgoingRetry(b.ctx, events.Token, []int64{events.Rows[0].ID}, 30*time.Second, refused))
+		now.wantMarked("unclaim of an event", 1)(now.store.UnclaimOutgoing(b.ctx, events.Token, []int64{events.Rows[1].ID}))
+	}
+	now := at(outage)
+	wantAges := func(when string, outbox, events time.Duration) {
+		t.Helper()
+		st, err := now.store.Stats(b.ctx)
+		if err != nil || st.OutboxOldest != outbox || st.EventsOldest != events {
+			t.Errorf("%s: outbox %s, events %s, %v; want %s and %s", when, st.OutboxOldest, st.EventsOldest, err, outbox, events)
+		}
+	}
+	wantOld := func(age time.Duration, want ...int64) {
+		t.Helper()
+		check, err := orders.StaleOutbox(b.ctx, now.store.DB(), age, 2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var listed []int64
+		for _, v := range check.Examples {
+			listed = append(listed, v.OrderID)
+		}
+		if check.Violations != int64(len(want)) || !slices.Equal(listed, want[:min(len(want), 2)]) {
+			t.Errorf("older than %s: %+v, want %v", age, check, want)
+		}
+	}
+	wantAges("refused", outage, outage)
+	wantOld(15*time.Minute, ids...)
+	wantOld(outage-time.Second, ids[0])
+	wantOld(outage)
+	c, e := now.claim(9, time.Minute), now.claimEvents(9, time.Minute)
+	wantAges("leased", outage, outage)
+	wantOld(15*time.Minute, ids...)
+
+	// What is sent does not wait, and what goes back to pending waits from its new instant on; so does what a build without the column puts back.
+	now.wantMarked("sent", 3)(now.store.MarkSent(b.ctx, c.Token, []orders.Sent{{IDs: claimed(c), MessageID: "m", Due: noon.Add(time.Hour)}}))
+	now.wantMarked("events sent", 3)(now.sendEvents(e), nil)
+	wantAges("sent", 0, 0)
+	if out := now.cancelDue(ids[0]); out[0].Result != orders.ResultNotDue {
+		t.Errorf("%+v", out)
+	}
+	wantAges("left alone for a minute", 0, 0)
+	b.db.Exec(t, "UPDATE outbox SET state = 'pending', available_at = ? WHERE order_id = ?", sqlText(noon.Add(outage)), ids[1])
+	now = at(outage + 3*time.Minute)
+	wantAges("put back by an older build", 3*time.Minute, 0)
+	wantOld(150*time.Second, ids[1])
+	b.db.Exec(t, "UPDATE outbox SET state = 'sent' WHERE order_id = ?", ids[1])
+	wantAges("a hop", 2*time.Minute, 0)
+
+	// What was parked waits from the retry on.
+	c = now.claim(9, time.Minute)
+	now.wantMarked("parked", 1)(now.store.MarkParked(b.ctx, c.Token, ids[:1], "refused"))
+	wantAges("parked", 0, 0)
+	if _, err := now.store.RetryParked(b.ctx, b.db.Int(t, "SELECT id FROM parked"), "ann"); err != nil {
+		t.Fatal(err)
+	}
+	now = at(outage + 4*time.Minute)
+	wantAges("retried", time.Minute, 0)
 }

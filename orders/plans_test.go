@@ -417,6 +417,10 @@ func TestPlansOnAFullDatabase(t *testing.T) {
 			_, err := store.Stats(b.ctx)
 			return err
 		}},
+		{"old outbox rows", 0, 85_000, func([]int64) error {
+			_, err := orders.StaleOutbox(b.ctx, store.DB(), time.Second, 100)
+			return err
+		}},
 		// The shape of a page of the nightly scan.
 		{"page", 1000, 1100, func([]int64) error {
 			const page = "SELECT id, deadline_at FROM orders FORCE INDEX (orders_by_deadline) WHERE status = 'unpaid' AND deadline_at >= ? AND (deadline_at > ? OR id > ?) AND deadline_at < ? ORDER BY deadline_at, id LIMIT 1000"

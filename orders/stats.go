@@ -12,7 +12,7 @@ import (
 type Stats struct {
 	// OutboxPending is the number of rows that still have to be sent.
 	OutboxPending int64
-	// OutboxOldest is how long the pending row that could be sent first has been waiting for it; 0 where none waits.
+	// OutboxOldest is how long the oldest pending row has been waiting to be sent, failed sends and leases included; 0 where none waits.
 	OutboxOldest time.Duration
 	// EventsPending and EventsOldest are the same of the outbox of events.
 	EventsPending int64
@@ -31,13 +31,13 @@ type Stats struct {
 func (s *Store) Stats(ctx context.Context) (Stats, error) {
 	st := Stats{HistoryList: -1}
 	var oldest sql.NullInt64
-	err := s.db.QueryRowContext(ctx, "SELECT COUNT(*), TIMESTAMPDIFF(MICROSECOND, MIN(available_at), UTC_TIMESTAMP(3)) FROM outbox FORCE INDEX (outbox_to_do) WHERE state = 'pending'").
+	err := s.db.QueryRowContext(ctx, "SELECT COUNT(*), TIMESTAMPDIFF(MICROSECOND, MIN("+pendingSince+"), UTC_TIMESTAMP(3)) FROM outbox FORCE INDEX (outbox_to_do) WHERE state = 'pending'").
 		Scan(&st.OutboxPending, &oldest)
 	if err != nil {
 		return Stats{}, fmt.Errorf("read outbox size: %w", err)
 	}
 	st.OutboxOldest = time.Duration(max(oldest.Int64, 0)) * time.Microsecond
-	err = s.db.QueryRowContext(ctx, "SELECT COUNT(*), TIMESTAMPDIFF(MICROSECOND, MIN(available_at), UTC_TIMESTAMP(3)) FROM event_outbox FORCE INDEX (event_outbox_to_do) WHERE state = 'pending'").
+	err = s.db.QueryRowContext(ctx, "SELECT COUNT(*), TIMESTAMPDIFF(MICROSECOND, MIN("+pendingSince+"), UTC_TIMESTAMP(3)) FROM event_outbox FORCE INDEX (event_outbox_to_do) WHERE state = 'pending'").
 		Scan(&st.EventsPending, &oldest)
 	if err != nil {
 		return Stats{}, fmt.Errorf("read size of the outbox of events: %w", err)

@@ -100,9 +100,9 @@ func (s *sampler) sample(ctx context.Context) {
 
 var (
 	descOutbox    = prometheus.NewDesc("lapse_outbox_pending_rows", "Outbox rows that still have to be sent.", nil, nil)
-	descOldest    = prometheus.NewDesc("lapse_outbox_oldest_seconds", "How long the pending outbox row that could be sent first has been waiting; 0: none waits.", nil, nil)
+	descOldest    = prometheus.NewDesc("lapse_outbox_oldest_seconds", "How long the oldest pending outbox row has been waiting to be sent, failed sends included; 0: none waits.", nil, nil)
 	descEvents    = prometheus.NewDesc("lapse_events_pending_rows", "Events of orders that still have to be sent.", nil, nil)
-	descEventAge  = prometheus.NewDesc("lapse_events_oldest_seconds", "How long the event that could be sent first has been waiting; 0: none waits.", nil, nil)
+	descEventAge  = prometheus.NewDesc("lapse_events_oldest_seconds", "How long the oldest pending event has been waiting to be sent, failed sends included; 0: none waits.", nil, nil)
 	descOverdue   = prometheus.NewDesc("lapse_orders_overdue", "Unpaid orders past their deadline by more than a second, and not held.", nil, nil)
 	descParked    = prometheus.NewDesc("lapse_parked_rows", "Messages, orders and payments set aside that nobody has dealt with.", nil, nil)
 	descHistory   = prometheus.NewDesc("lapse_innodb_history_list_length", "Length of InnoDB's history list; absent where the account lacks the PROCESS right. It grows while an old snapshot is kept open, and each claim gets slower with it.", nil, nil)

@@ -512,7 +512,7 @@ func TestFindingsOfTheAuditAreListed(t *testing.T) {
 	broken := b.place(func(n *orders.NewOrder) { n.DeadlineAt = time.Now().Add(time.Hour) })
 	b.db.Exec(t, "UPDATE orders SET status = 'paid', paid_at = UTC_TIMESTAMP(3) WHERE id = ?", broken)
 	stuck := b.place(func(n *orders.NewOrder) { n.DeadlineAt = time.Now().Add(time.Hour) })
-	b.db.Exec(t, "UPDATE outbox SET available_at = UTC_TIMESTAMP(3) - INTERVAL 16 MINUTE, attempts = 9, last_error = 'broker away' WHERE order_id = ?", stuck)
+	b.db.Exec(t, "UPDATE outbox SET pending_since = UTC_TIMESTAMP(3) - INTERVAL 16 MINUTE, attempts = 9, last_error = 'broker away' WHERE order_id = ?", stuck)
 	reg := prometheus.NewRegistry()
 	report := b.run(b.reconciler(func(c *reconcile.Config) { c.Registerer = reg }), reconcile.Options{Audit: true})
 	found := map[string]int64{}
