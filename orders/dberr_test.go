@@ -208,6 +208,48 @@ func TestConnectionThatBreaksAnywhereLeavesAllOrNothing(t *testing.T) {
 	b.wantClean()
 }
 
+// TestConflictThatCouldNotBeParkedIsAskedForAgain: a gateway does not repeat a notice that was refused for good, so a conflict is told once it is
+// parked, and not before.
+func TestConflictThatCouldNotBeParkedIsAskedForAgain(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	one, two := b.place().ID, b.place().ID
+	b.pay(one)
+	other := payment(one)
+	other.OrderID = two
+	p := newProxy(t, b.db.DSN)
+	through, err := orders.Open(p.dsn, orders.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = through.Close() }()
+	var begun atomic.Int64
+	p.on(func(statement string) verdict {
+		if statement == "START TRANSACTION" && begun.Add(1) > 1 {
+			return cutBefore
+		}
+		return pass
+	})
+	result, err := through.RecordPayment(b.ctx, other)
+	if !orders.IsUnavailable(err) || errors.Is(err, orders.ErrPaymentConflict) || result != (orders.PaymentResult{}) {
+		t.Errorf("%+v, %v; want an error that says that nothing is known", result, err)
+	}
+	if begun.Load() < 2 {
+		t.Errorf("%d transactions began; parking was not tried", begun.Load())
+	}
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM parked"); n != 0 {
+		t.Errorf("%d rows are parked by a transaction that never began", n)
+	}
+	p.on(nil)
+	if result, err := through.RecordPayment(b.ctx, other); !errors.Is(err, orders.ErrPaymentConflict) || orders.IsUnavailable(err) {
+		t.Errorf("recorded again: %+v, %v", result, err)
+	}
+	if got, want := b.db.Text(t, "SELECT CONCAT_WS(' ', what, ref, times, state) FROM parked"), fmt.Sprintf("payment test:t-%d 1 parked", one); got != want {
+		t.Errorf("parked is %q, want %q", got, want)
+	}
+	b.wantClean()
+}
+
 // TestOneOrderThatAlwaysFailsIsItsOwnTrouble: the consumer halves a batch for such an error and pauses for the others.
 func TestOneOrderThatAlwaysFailsIsItsOwnTrouble(t *testing.T) {
 	t.Parallel()

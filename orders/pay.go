@@ -57,7 +57,7 @@ type PaymentResult struct {
 // RecordPayment records money that a gateway reports, and decides by the order's locked row: unpaid becomes paid, whatever the deadline
 // says; money that cannot stay gets exactly one refund record in the same transaction. The same notice again changes nothing and gives
 // the first result. Errors: [ErrInvalid]; [ErrNotFound], so that the gateway asks again (the order may not be committed yet);
-// [ErrPaymentConflict]. After any other error nothing may be assumed: record it again.
+// [ErrPaymentConflict], and then the payment is parked. After any other error nothing may be assumed: record it again.
 func (s *Store) RecordPayment(ctx context.Context, p Payment) (PaymentResult, error) {
 	var result PaymentResult
 	err := s.inTx(ctx, p.doing(), func(ctx context.Context, t *txn) (err error) {
@@ -65,7 +65,10 @@ func (s *Store) RecordPayment(ctx context.Context, p Payment) (PaymentResult, er
 		return err
 	})
 	if errors.Is(err, ErrPaymentConflict) {
-		err = errors.Join(err, s.Park(ctx, Parked{What: ParkedPayment, Ref: p.Gateway + ":" + p.TransactionID, Reason: err.Error()}))
+		if failure := s.Park(ctx, Parked{What: ParkedPayment, Ref: p.Gateway + ":" + p.TransactionID, Reason: err.Error()}); failure != nil {
+			// The conflict is final for whoever asked, who would not ask again, and nobody would hear of the money: its text alone is told.
+			return PaymentResult{}, fmt.Errorf("record it again, it is not parked: %v: %w", err, failure) //nolint:errorlint // see above
+		}
 	}
 	return result, err
 }
