@@ -76,17 +76,30 @@ func (s *Store) ClaimTasks(ctx context.Context, limit int, lease time.Duration) 
 // TaskDone ends a task with the gateway's answer, which the order's story keeps. It is false where the lease was lost, or the task began anew
 // meanwhile: somebody else does it.
 func (s *Store) TaskDone(ctx context.Context, token string, task Task, answer string) (bool, error) {
+	return s.endTask(ctx, token, task, answer, nil)
+}
+
+// TaskGivenUp ends a task as TaskDone does, with an answer that nothing can be made of, and parks its order with the reason: a person has to
+// see to it. It is false where the lease was lost, and parks nothing then.
+func (s *Store) TaskGivenUp(ctx context.Context, token string, task Task, answer, reason string) (bool, error) {
+	return s.endTask(ctx, token, task, answer, []Parked{{What: ParkedOrder, Ref: FormatID(task.OrderID), Reason: reason}})
+}
+
+func (s *Store) endTask(ctx context.Context, token string, task Task, answer string, park []Parked) (bool, error) {
 	held := false
 	err := s.inTx(ctx, task.doing("end"), func(ctx context.Context, t *txn) error {
 		n, err := t.exec(ctx, "DELETE FROM gateway_tasks WHERE order_id = ? AND kind = ? AND lease_token = ?", task.OrderID, task.Kind, token)
 		if held = n == 1; err != nil || !held {
 			return err
 		}
-		e, err := event(task.OrderID, EventGateway, ActorLapse, map[string]any{"call": task.Kind, "answer": answer, "attempts": task.Attempts + 1})
+		e, err := event(task.OrderID, EventGateway, ActorLapse, map[string]any{"call": task.Kind, "answer": clip(answer, 1024), "attempts": task.Attempts + 1})
 		if err != nil {
 			return err
 		}
-		return t.addEvents(ctx, []Event{e})
+		if err := t.addEvents(ctx, []Event{e}); err != nil {
+			return err
+		}
+		return t.park(ctx, park)
 	})
 	return held, err
 }

@@ -23,6 +23,7 @@ type Ledger interface {
 	RefundGivenUp(ctx context.Context, token string, r orders.PendingRefund, reason string) (bool, error)
 	ClaimTasks(ctx context.Context, limit int, lease time.Duration) (orders.TaskClaim, error)
 	TaskDone(ctx context.Context, token string, task orders.Task, answer string) (bool, error)
+	TaskGivenUp(ctx context.Context, token string, task orders.Task, answer, reason string) (bool, error)
 	TaskRetry(ctx context.Context, token string, task orders.Task, pause time.Duration, cause error) (bool, error)
 	RecordPayment(ctx context.Context, p orders.Payment) (orders.PaymentResult, error)
 	Owed(ctx context.Context) (orders.Owed, error)
@@ -42,8 +43,8 @@ type WorkerConfig struct {
 	// BackoffMin and BackoffMax bound the pause of a row that was not done: doubled with each attempt, with jitter of up to a half.
 	// Defaults 1 s and 10 minutes.
 	BackoffMin, BackoffMax time.Duration
-	// MaxAttempts is how often a refund is tried before it is given up and parked. A close is never given up. Default 450, some three days
-	// with the default pauses.
+	// MaxAttempts is how often a refund is tried before it is given up and parked. A close is repeated until it is answered. Default
+	// 450, some three days with the default pauses.
 	MaxAttempts int
 	// StopTimeout bounds how long Run goes on when its context has ended. Default 10 s.
 	StopTimeout time.Duration
@@ -281,20 +282,35 @@ func (w *Worker) tasks(ctx context.Context) (int, error) {
 func (w *Worker) task(ctx context.Context, token string, task orders.Task) {
 	ctx, cancel := context.WithTimeout(ctx, w.cfg.Lease/2)
 	defer cancel()
+	what := []any{"task", task.Kind, "order", task.OrderID}
 	answer, failure := w.close(ctx, task)
-	if failure == nil {
+	switch {
+	case failure == nil:
 		held, err := w.ledger.TaskDone(ctx, token, task, answer)
-		w.report(kindTask, resultDone, held, err, "task", task.Kind, "order", task.OrderID)
+		w.report(kindTask, resultDone, held, err, what...)
+		return
+	// The gateway has answered, and what it says of the money is refused for good: asked again, it would say the same for ever. The task would
+	// keep its order from being purged, and undo what a person has decided, as often as it were done.
+	case errors.Is(failure, orders.ErrPaymentConflict):
+		// Recording it has parked the payment.
+		held, err := w.ledger.TaskDone(ctx, token, task, fmt.Sprintf("%s (conflict): %v", StatePaid, failure))
+		w.report(kindTask, resultGivenUp, held, err, append(what, "reason", failure)...)
+		return
+	case errors.Is(failure, orders.ErrInvalid):
+		held, err := w.ledger.TaskGivenUp(ctx, token, task, fmt.Sprintf("%s (invalid): %v", StatePaid, failure),
+			fmt.Sprintf("the gateway reports a payment that cannot be recorded: %v", failure))
+		w.report(kindTask, resultGivenUp, held, err, append(what, "reason", failure)...)
 		return
 	}
 	ctx, cancelMark := context.WithTimeout(context.WithoutCancel(ctx), min(w.cfg.Lease/4, markTime))
 	defer cancelMark()
 	held, err := w.ledger.TaskRetry(ctx, token, task, w.backoff(task.Attempts+1, w.cfg.BackoffMax), failure)
-	w.report(kindTask, resultRetry, held, err, "task", task.Kind, "order", task.OrderID)
+	w.report(kindTask, resultRetry, held, err, what...)
 }
 
 // close closes the payment page of an order, whatever became of the order meanwhile, and gives the answer that ends the task. Money that it
-// brings to light is recorded: the order becomes paid, or the money has its refund.
+// brings to light is recorded: the order becomes paid, or the money has its refund. orders.ErrPaymentConflict and orders.ErrInvalid say that it
+// cannot be, now or later.
 func (w *Worker) close(ctx context.Context, task orders.Task) (answer string, err error) {
 	a, err := w.gateway.Close(ctx, task.OrderID)
 	if err != nil {
@@ -313,7 +329,7 @@ func (w *Worker) close(ctx context.Context, task orders.Task) (answer string, er
 	return "", errors.New(doubtful(task.OrderID, callClose, a).Reason)
 }
 
-// report counts what became of a row. Refunds that are given up are for a person; a row that is not marked is done again when its lease ends.
+// report counts what became of a row. What is given up is for a person; a row that is not marked is done again when its lease ends.
 func (w *Worker) report(kind, result string, held bool, err error, what ...any) {
 	switch {
 	case err != nil:
@@ -324,7 +340,7 @@ func (w *Worker) report(kind, result string, held bool, err error, what ...any) 
 	default:
 		w.metrics.results.WithLabelValues(kind, result).Inc()
 		if result == resultGivenUp {
-			w.cfg.Logger.Error("a refund is given up and parked", what...)
+			w.cfg.Logger.Error("what was to be done at the gateway is given up and parked", append(what, "kind", kind)...)
 		}
 	}
 }

@@ -234,6 +234,47 @@ func TestAWorkerThatIsStoppedFinishesWhatItHasInHand(t *testing.T) {
 	}
 }
 
+// What the gateway says of the money is refused for good: it is the money of another order, or none that can be written.
+func TestACloseWhoseMoneyCannotBeRecordedEndsAndIsParkedOnce(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	payer, other, odd, good := b.place(t), b.place(t), b.place(t), b.place(t)
+	if _, err := b.store.RecordPayment(t.Context(), notice(payer)); err != nil {
+		t.Fatal(err)
+	}
+	b.service.Pay(other, money(payer))
+	unnamed := money(odd)
+	unnamed.TransactionID = " blank"
+	b.service.Pay(odd, unnamed)
+	for _, id := range []int64{other, odd, good} {
+		if _, err := b.store.Cancel(t.Context(), id, "u1", "changed my mind"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.work(t, payments.WorkerConfig{BackoffMin: time.Millisecond, BackoffMax: 5 * time.Millisecond})
+	eventually(t, "every task has its end", func() bool { return b.db.Int(t, "SELECT COUNT(*) FROM gateway_tasks") == 0 })
+	for id, want := range map[int64]string{other: "paid (conflict): record payment", odd: "paid (invalid): record payment", good: "closed"} {
+		got := b.db.Text(t, "SELECT COALESCE(GROUP_CONCAT(JSON_UNQUOTE(JSON_EXTRACT(detail, '$.answer'))), '') FROM order_events WHERE kind = 'gateway' AND order_id = ?", id)
+		if !strings.HasPrefix(got, want) || strings.Count(got, "record payment") > 1 {
+			t.Errorf("order %d: the gateway's answer is %q, want %q", id, got, want)
+		}
+		if n := b.service.Calls("close", id); n != 1 {
+			t.Errorf("order %d: the gateway was told %d times, want once", id, n)
+		}
+	}
+	got := b.db.Text(t, "SELECT GROUP_CONCAT(CONCAT_WS(' ', what, ref, times, state) ORDER BY what DESC) FROM parked")
+	if want := fmt.Sprintf("payment %s:%s 1 parked,order %d 1 parked", gatewayName, money(payer).TransactionID, odd); got != want {
+		t.Errorf("parked is %q, want %q", got, want)
+	}
+	if reason := b.db.Text(t, "SELECT reason FROM parked WHERE what = 'order'"); !strings.Contains(reason, "the gateway reports a payment that cannot be recorded") || !strings.Contains(reason, "blank") {
+		t.Errorf("the order is parked because %q", reason)
+	}
+	eventually(t, "two are counted as given up", func() bool {
+		return b.metric(t, "lapse_refund_worker_results_total", map[string]string{"kind": "task", "result": "given_up"}) == 2
+	})
+	b.wantClean(t)
+}
+
 // The database is away, and back.
 func TestAWorkerGoesOnWhenTheDatabaseIsBack(t *testing.T) {
 	t.Parallel()
