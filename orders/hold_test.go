@@ -187,6 +187,29 @@ func TestACancelByHandWritesTheTaskThatClosesThePaymentPage(t *testing.T) {
 	b.wantClean()
 }
 
+// The gateway did not answer at the deadline, and the shop gives the customer another day: the page must stay open for it.
+func TestACloseIsDroppedWhenTheDeadlineIsMoved(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	id, other := b.place(overdue).ID, b.place(overdue).ID
+	if out := b.doubt(orders.Doubt{ID: id, Reason: "silent", Close: true}, orders.Doubt{ID: other, Reason: "silent", Close: true}); out[0].Result != orders.ResultHeld || out[1].Result != orders.ResultHeld {
+		t.Fatalf("held: %+v", out)
+	}
+	if _, err := b.store.ExtendDeadline(b.ctx, id, time.Now().Add(24*time.Hour), "support"); err != nil {
+		t.Fatal(err)
+	}
+	claim, err := b.store.ClaimTasks(b.ctx, 10, time.Minute)
+	if err != nil || len(claim.Rows) != 1 || claim.Rows[0].OrderID != other {
+		t.Fatalf("claimed %+v, %v; want the close of the other order alone", claim, err)
+	}
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM gateway_tasks"); n != 1 {
+		t.Errorf("%d tasks are left, want 1", n)
+	}
+	if got := b.kinds(id); got != "placed held extended gateway" {
+		t.Errorf("events %q", got)
+	}
+}
+
 func TestATaskIsRepeatedUntilItsAnswerIsThere(t *testing.T) {
 	t.Parallel()
 	b := setup(t)

@@ -38,7 +38,8 @@ func (t *txn) addTasks(ctx context.Context, ids []int64, kind string) error {
 }
 
 // ClaimTasks leases up to limit tasks whose time has come, oldest first, and skips those that somebody else is claiming. An empty claim means
-// that there is nothing to do. The lease has to be longer than the work on a task may take.
+// that there is nothing to do. The lease has to be longer than the work on a task may take. A close whose order waits for its money again, since
+// its deadline was moved, is dropped: the page is the customer's until that deadline, and is closed before the order is cancelled then.
 func (s *Store) ClaimTasks(ctx context.Context, limit int, lease time.Duration) (TaskClaim, error) {
 	if limit < 1 || limit > maxRows || lease <= 0 {
 		return TaskClaim{}, invalid("claim of %d tasks for %s; allowed are 1 to %d and a positive lease", limit, lease, maxRows)
@@ -56,6 +57,9 @@ func (s *Store) ClaimTasks(ctx context.Context, limit int, lease time.Duration) 
 		if err != nil {
 			return fmt.Errorf("select tasks: %w", err)
 		}
+		if claim.Rows, err = t.dropUnneeded(ctx, claim.Rows); err != nil {
+			return err
+		}
 		for _, task := range claim.Rows {
 			n, err := t.exec(ctx, "UPDATE gateway_tasks SET available_at = ?, lease_token = ? WHERE order_id = ? AND kind = ?", at(claim.Until), claim.Token, task.OrderID, task.Kind)
 			if err != nil {
@@ -71,6 +75,51 @@ func (s *Store) ClaimTasks(ctx context.Context, limit int, lease time.Duration) 
 		return TaskClaim{}, err
 	}
 	return claim, nil
+}
+
+// AnswerNotAsked is the answer of a task that was dropped, in its order's story.
+const AnswerNotAsked = "not_asked"
+
+// dropUnneeded ends the closes among locked tasks whose orders are unpaid and not due, and gives the others. The orders are only read: they come
+// before the tasks in the lock order, and one whose deadline is moved in this very moment is closed a moment too late to be saved anyway.
+func (t *txn) dropUnneeded(ctx context.Context, tasks []Task) ([]Task, error) {
+	var ids []any
+	for _, task := range tasks {
+		if task.Kind == TaskClose {
+			ids = append(ids, task.OrderID)
+		}
+	}
+	if len(ids) == 0 {
+		return tasks, nil
+	}
+	open := map[int64]bool{}
+	err := t.each(ctx, "SELECT id FROM orders FORCE INDEX (PRIMARY) WHERE id IN ("+marks(len(ids))+") AND status = 'unpaid' AND (deadline_at IS NULL OR deadline_at > ?)", append(ids, at(t.now)),
+		func(rows *sql.Rows) error {
+			var id int64
+			err := rows.Scan(&id)
+			open[id] = true
+			return err
+		})
+	if err != nil {
+		return nil, fmt.Errorf("read the orders of %d tasks: %w", len(ids), err)
+	}
+	var needed []Task
+	var events []Event
+	for _, task := range tasks {
+		if task.Kind != TaskClose || !open[task.OrderID] {
+			needed = append(needed, task)
+			continue
+		}
+		if _, err := t.exec(ctx, "DELETE FROM gateway_tasks WHERE order_id = ? AND kind = ?", task.OrderID, task.Kind); err != nil {
+			return nil, fmt.Errorf("drop task %s of order %d: %w", task.Kind, task.OrderID, err)
+		}
+		e, err := event(task.OrderID, EventGateway, ActorLapse, map[string]any{"call": task.Kind, "answer": AnswerNotAsked, "because": "the order is not due any more", "attempts": task.Attempts})
+		if err != nil {
+			return nil, err
+		}
+		events = append(events, e)
+	}
+	return needed, t.addEvents(ctx, events)
 }
 
 // TaskDone ends a task with the gateway's answer, which the order's story keeps. It is false where the lease was lost, or the task began anew

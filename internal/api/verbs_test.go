@@ -193,6 +193,7 @@ func TestEveryEndpointRefusesWhatIsWrong(t *testing.T) {
 		{"the id 0", place, `{"id":"0","currency":"EUR","amount":"5"}`, "malformed", false, nil},
 		{"an id beyond 2^63", place, `{"id":"9223372036854775808","currency":"EUR","amount":"5"}`, "malformed", false, nil},
 		{"an id that is taken", place, `{"id":"41","currency":"EUR","amount":"5"}`, "order-exists", true, nil},
+		{"a time that was never set", place, `{"currency":"EUR","amount":"5","deadline_at":"0001-01-01T00:00:00Z"}`, "malformed", true, nil},
 		{"a null", place, `{"currency":"EUR","amount":"5","deadline_at":null}`, "malformed", false, nil},
 		{"an unknown member", place, `{"currency":"EUR","amount":"5","timeout":30}`, "malformed", false, nil},
 		{"a member in another case", place, `{"currency":"EUR","amount":"5","Channel":"web"}`, "malformed", false, nil},

@@ -82,6 +82,10 @@ func (i *instant) UnmarshalJSON(data []byte) error {
 	if !isString || err != nil {
 		return fmt.Errorf("%s is not a time: write it as \"2026-11-30T15:00:00Z\"", clip(data))
 	}
+	if t.IsZero() {
+		// What a client's library writes for a time that was never set would count as none given.
+		return fmt.Errorf("%s is what an unset time looks like: leave the field out", clip(data))
+	}
 	i.Time = t.UTC().Truncate(time.Millisecond)
 	return nil
 }

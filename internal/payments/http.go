@@ -258,7 +258,7 @@ type refusedError struct{ error }
 
 func (e refusedError) Unwrap() error { return e.error }
 
-// cutOffError is a call that the caller did not wait for. It says nothing about the gateway.
+// cutOffError is a call that the caller did not wait for, and of which no try had failed by then. It says nothing about the gateway.
 type cutOffError struct{ error }
 
 func (e cutOffError) Unwrap() error { return e.error }
@@ -272,21 +272,25 @@ func (h *HTTP) call(ctx context.Context, call, path, key string, body any) (repl
 	}
 	r, err := h.breakers[call].Execute(func() (r reply, err error) {
 		for try := 1; ; try++ {
+			tried := time.Now()
 			r, err = h.once(ctx, path, key, payload)
 			if err == nil || errors.As(err, new(refusedError)) {
 				return r, err
 			}
-			if ctx.Err() != nil {
+			// The time of one try is up before that of the caller, who has none left for the second: a gateway that takes calls and stays
+			// silent has failed, and has to be left alone as one that refuses them.
+			silent := time.Since(tried) >= h.cfg.Timeout
+			switch {
+			case ctx.Err() != nil && try == 1 && !silent:
 				return reply{}, cutOffError{err}
-			}
-			if try == tries {
+			case ctx.Err() != nil, try == tries:
 				return reply{}, err
 			}
 			pause := time.NewTimer(rand.N(retryPause)) //nolint:gosec // jitter needs no secrecy
 			select {
 			case <-ctx.Done():
 				pause.Stop()
-				return reply{}, cutOffError{err}
+				return reply{}, err
 			case <-pause.C:
 			}
 		}

@@ -1,6 +1,7 @@
 package payments_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -208,6 +209,52 @@ func TestEachCallIsLeftAloneByItself(t *testing.T) {
 	}
 	if got, err := g.Close(t.Context(), 17); err != nil || got.State != payments.StateClosed {
 		t.Errorf("close: %+v, %v; want closed", got, err)
+	}
+}
+
+// A gateway that takes calls and never answers uses up the time of each batch, whose own time ends before the second try does.
+func TestAGatewayThatStaysSilentIsLeftAlone(t *testing.T) {
+	t.Parallel()
+	g := answering(t, payments.HTTPConfig{Timeout: 20 * time.Millisecond, BreakerFailures: 2, BreakerPause: time.Hour}, func(_ http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body) // a server sees that its caller has gone only when it has read the body
+		<-r.Context().Done()
+	})
+	eventually(t, "it is left alone", func() bool {
+		ctx, cancel := context.WithTimeout(t.Context(), 40*time.Millisecond)
+		defer cancel()
+		_, err := g.Status(ctx, 17)
+		return errors.Is(err, payments.ErrNotAsked)
+	})
+}
+
+// Callers that go before the gateway has had its time say nothing about it.
+func TestAGatewayIsNotLeftAloneForCallersThatGo(t *testing.T) {
+	t.Parallel()
+	asked := make(chan struct{}, 1)
+	var answers atomic.Bool
+	g := answering(t, payments.HTTPConfig{Timeout: limit, BreakerFailures: 2, BreakerPause: time.Hour}, func(w http.ResponseWriter, r *http.Request) {
+		if answers.Load() {
+			fmt.Fprint(w, `{"state":"unpaid"}`)
+			return
+		}
+		_, _ = io.Copy(io.Discard, r.Body) // a server sees that its caller has gone only when it has read the body
+		asked <- struct{}{}
+		<-r.Context().Done()
+	})
+	for range 4 {
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { // ends with the call
+			<-asked
+			cancel()
+		}()
+		if _, err := g.Status(ctx, 17); err == nil || errors.Is(err, payments.ErrNotAsked) {
+			t.Errorf("a call whose caller goes: %v", err)
+		}
+		cancel()
+	}
+	answers.Store(true)
+	if got, err := g.Status(t.Context(), 17); err != nil || got.State != payments.StateUnpaid {
+		t.Errorf("%+v, %v; want unpaid", got, err)
 	}
 }
 

@@ -177,6 +177,9 @@ func (t *teller) told(e orders.Event) string {
 	case orders.EventHeld:
 		return fmt.Sprintf("due, and held until %s, because %s", instantText(e.Text("until")), e.Text("reason"))
 	case orders.EventGateway:
+		if e.Text("answer") == orders.AnswerNotAsked {
+			return fmt.Sprintf("the gateway needs to be told \"%s\" no more: %s", e.Text("call"), e.Text("because"))
+		}
 		return fmt.Sprintf("the gateway answered \"%s\" to \"%s\", at attempt %s", e.Text("answer"), e.Text("call"), e.Text("attempts"))
 	case orders.EventParked:
 		if id := e.Text("message_id"); id != "" {
