@@ -61,10 +61,10 @@ func (b *bundle) sendEvents(c orders.OutgoingClaim) int {
 	return n
 }
 
-// refundAll makes every pending refund.
-func (b *bundle) refundAll() {
+// refundAll makes every pending refund of a gateway.
+func (b *bundle) refundAll(gateway string) {
 	b.t.Helper()
-	claim, err := b.store.ClaimRefunds(b.ctx, "test", 100, time.Minute)
+	claim, err := b.store.ClaimRefunds(b.ctx, gateway, 100, time.Minute)
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -100,7 +100,7 @@ func TestEveryChangeOfStateIsToldOnce(t *testing.T) {
 				t.Fatalf("order %d: %+v, %v", id, r, err)
 			}
 		}
-		b.refundAll()
+		b.refundAll("test")
 	}
 
 	want := map[int64][]string{
@@ -393,7 +393,7 @@ func TestOutgoingEventsAreAsDocumented(t *testing.T) {
 	if _, err := b.store.RecordPayment(b.ctx, orders.Payment{Gateway: "bank", TransactionID: "T-1", OrderID: first.ID, Currency: "EUR", Amount: 1000}); err != nil {
 		t.Fatal(err)
 	}
-	b.refundAll()
+	b.refundAll("bank")
 	b.place(func(n *orders.NewOrder) {
 		*n = orders.NewOrder{ID: 179500000000000002, Channel: "web", UserID: "u-2", Currency: "EUR", Amount: 500}
 	})
@@ -488,7 +488,7 @@ func TestSequencesHaveNoGapsWhenPaymentsAndCancelsRace(t *testing.T) {
 		})
 	}
 	atOnce(verbs...)
-	b.refundAll()
+	b.refundAll("test")
 	late := b.db.Int(t, "SELECT COUNT(*) FROM orders WHERE status = 'cancelled'")
 	for what, query := range map[string]string{
 		"orders with another number of events than they count": "SELECT COUNT(*) FROM orders o WHERE event_sequence <> (SELECT COUNT(*) FROM event_outbox e WHERE e.order_id = o.id)",

@@ -81,7 +81,7 @@ func TestPurgedOrdersLeaveNothingButTheSumsOfTheStock(t *testing.T) {
 			}
 		}
 	}
-	shop.refundAll()
+	shop.refundAll("test")
 	for claim := shop.claimEvents(100, time.Minute); len(claim.Rows) > 0; claim = shop.claimEvents(100, time.Minute) {
 		shop.sendEvents(claim)
 	}
@@ -166,7 +166,7 @@ func TestAnOrderStaysWholeAsLongAsAnythingNeedsIt(t *testing.T) {
 		ids[name] = o.ID
 		_ = c
 	}
-	shop.refundAll()
+	shop.refundAll("test")
 	later.sent()
 	for name, c := range cases {
 		b.db.Exec(t, strings.ReplaceAll(c.need, "@", fmt.Sprint(ids[name])))

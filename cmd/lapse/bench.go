@@ -177,6 +177,7 @@ func (a *app) benchConfig(cmd *cobra.Command, bench *trial.BenchConfig) error {
 	bench.RocketMQ = (&service{cfg: cfg}).rocketmq()
 	bench.RocketMQ.Registerer = nil
 	bench.BrokerAdmin = cmp.Or(bench.BrokerAdmin, a.getenv("LAPSE_TEST_BROKER_ADMIN"))
+	bench.NameServer = a.getenv("LAPSE_TEST_NAMESRV_ADMIN") // set where the stack is in containers
 	bench.BatchOrders, bench.Tick = cfg.Consumer.BatchOrders, cfg.Relay.Tick
 	if bench.Binary, err = os.Executable(); err != nil {
 		return fmt.Errorf("find the binary to start: %w", err)

@@ -54,6 +54,7 @@ type BenchConfig struct {
 
 	RocketMQ    rmq.Config
 	BrokerAdmin string // remoting address of the broker, where topic and groups are created
+	NameServer  string // its name server, host:port, for a broker that names one which is an address for containers alone; empty: those that it names
 
 	Binary string   // path of lapse
 	Args   []string // for all its processes: the configuration file and settings
@@ -116,7 +117,7 @@ func runBench(ctx context.Context, name string, cfg BenchConfig, do func(context
 	if err := cfg.validate(); err != nil {
 		return BenchReport{}, err
 	}
-	b := &bench{cfg: cfg, name: runName("bench"), admin: admin.New(cfg.BrokerAdmin), started: time.Now(), display: NewDisplay(cfg.Out, cfg.Getenv, time.Second)}
+	b := &bench{cfg: cfg, name: runName("bench"), admin: admin.New(cfg.BrokerAdmin, strings.Fields(cfg.NameServer)...), started: time.Now(), display: NewDisplay(cfg.Out, cfg.Getenv, time.Second)}
 	b.topic, b.group = "lapse-"+b.name, "lapse-"+b.name+"-cg"
 	r := BenchReport{Bench: name, StartedAt: b.started.UTC().Truncate(time.Millisecond), Repeat: cfg.Repeat, Orders: cfg.Orders}
 	if r.Settings, err = b.settings(ctx); err != nil {

@@ -40,7 +40,8 @@ func setup(t *testing.T) *bundle {
 	b.env = map[string]string{
 		"PATH": os.Getenv("PATH"), "HOME": os.Getenv("HOME"), "TMPDIR": b.temp, "LAPSE_TEST_MARK": db.Name,
 		"LAPSE_ROCKETMQ_ENDPOINTS": broker.Endpoints, "LAPSE_ROCKETMQ_TLS_ENABLED": "false",
-		"LAPSE_ROCKETMQ_TOPIC": broker.NewTopic(t, admin.Delay), "LAPSE_ROCKETMQ_GROUP": broker.NewGroup(t, 16),
+		"LAPSE_TEST_NAMESRV_ADMIN": os.Getenv("LAPSE_TEST_NAMESRV_ADMIN"), // set where the stack is in containers
+		"LAPSE_ROCKETMQ_TOPIC":     broker.NewTopic(t, admin.Delay), "LAPSE_ROCKETMQ_GROUP": broker.NewGroup(t, 16),
 	}
 	for _, name := range []string{"LAPSE_MYSQL_DSN", "LAPSE_MYSQL_DSN_MIGRATE", "LAPSE_MYSQL_DSN_RELAY", "LAPSE_MYSQL_DSN_CONSUME", "LAPSE_MYSQL_DSN_READ", "LAPSE_MYSQL_DSN_RECONCILE", "LAPSE_MYSQL_DSN_REFUND"} {
 		b.useAccount(t, name)
