@@ -29,7 +29,7 @@ or SIGINT; a night that was missed is caught up at the start. With --once it mak
 
 A run writes a row on the primary and waits until the replica shows it (reconcile.max_lag). A replica that lags by
 more, has stopped, or is no replica of this primary ends the run with exit code 3 before anything is read; with
---on-lag primary the primary is scanned instead, slower. One run works at a time: a second one says so and is done. A
+--on-lag primary the primary is scanned instead, slower, and not audited. One run works at a time: a second one says so and is done. A
 run that was killed is resumed by the next. An order that cannot be cancelled is parked, and the run goes on.
 
 Every nightly run ends with an audit of all invariants on the replica, --once does with --audit; findings are listed,
@@ -290,6 +290,9 @@ func writeReport(w io.Writer, r reconcile.Report, failure error) error {
 	}
 	if r.Paused > 0 {
 		fmt.Fprintf(&b, "  paused         %s, for payments and the replica\n", r.Paused.Round(time.Millisecond))
+	}
+	if r.NotAudited != "" {
+		fmt.Fprintf(&b, "  audit          not made: %s\n", r.NotAudited)
 	}
 	if len(r.Audit) > 0 {
 		fmt.Fprintf(&b, "  audit          %d checks, %d findings\n", len(r.Audit), r.Violations())

@@ -47,6 +47,9 @@ func (r *Reconciler) serve(ctx context.Context, due time.Time) (time.Duration, e
 		return -1, nil
 	}
 	report, err := r.Run(ctx, Options{Audit: true, scheduled: due})
+	if errors.Is(err, ErrAudit) {
+		err = nil // it is logged, and the night's orders are done
+	}
 	var other *RunningError
 	switch {
 	case errors.As(err, &other):

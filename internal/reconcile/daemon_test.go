@@ -2,6 +2,9 @@ package reconcile_test
 
 import (
 	"context"
+	"database/sql"
+	"database/sql/driver"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -9,7 +12,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-sql-driver/mysql"
+
 	"github.com/lapse-orders/lapse/internal/reconcile"
+	"github.com/lapse-orders/lapse/internal/stacktest"
 	"github.com/lapse-orders/lapse/orders"
 )
 
@@ -141,3 +147,91 @@ func TestOfTwoDaemonsOneMakesTheRunAndTheOtherTakesOverWhenItDies(t *testing.T) 
 	eventually(t, "the second one takes over", func() bool { return b.runs("done") >= 1 })
 	b.wantOnce(ids)
 }
+
+// settled waits until the daemon has looked at its clock again and again, and so at whether a run is to be repeated.
+func (b *bundle) settled(what string, looks *atomic.Int64, cond func() bool) {
+	b.t.Helper()
+	eventually(b.t, what, cond)
+	from := looks.Load()
+	eventually(b.t, "the daemon has looked again", func() bool { return looks.Load() >= from+20 })
+}
+
+// The primary's pool cuts off what takes long, and a snapshot that stays open there makes every claim slower.
+func TestANightOnThePrimaryIsDoneOnceAndNotAudited(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.replica = nil
+	ids := b.overdue(1, 20)
+	var looks atomic.Int64
+	r := b.reconciler(func(c *reconcile.Config) { c.OnLag, c.RetryAfter = reconcile.OnLagPrimary, time.Millisecond })
+	r.SetClock(func() time.Time { looks.Add(1); return time.Now() }, time.Millisecond)
+	stop := b.loop(r)
+	b.settled("a run is done", &looks, func() bool { return b.runs("done") >= 1 })
+	stop()
+	if n := b.db.Int(t, "SELECT COUNT(*) FROM reconcile_runs"); n != 1 {
+		t.Errorf("%d runs, want one", n)
+	}
+	if !strings.Contains(b.log.String(), "the audit is left out") {
+		t.Errorf("the log does not say that there was no audit\n%s", b.log)
+	}
+	b.wantOnce(ids)
+	report := b.run(b.reconciler(func(c *reconcile.Config) { c.OnLag = reconcile.OnLagPrimary }), reconcile.Options{Audit: true})
+	if report.Audit != nil || !strings.Contains(report.NotAudited, "the primary was scanned") {
+		t.Errorf("report %+v, want no audit and the reason", report)
+	}
+}
+
+func TestAnAuditThatFailsRepeatsNoRun(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	ids := b.overdue(1, 20)
+	dsn, err := mysql.ParseDSN(stacktest.Require(t, "LAPSE_MYSQL_DSN_REPLICA"))
+	if err != nil {
+		t.Fatal("LAPSE_MYSQL_DSN_REPLICA cannot be read")
+	}
+	dsn.DBName, dsn.InterpolateParams = b.db.Name, true
+	connector, err := mysql.NewConnector(dsn)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.replica = sql.OpenDB(&impatient{connector})
+	t.Cleanup(func() { _ = b.replica.Close() })
+	var looks atomic.Int64
+	r := b.reconciler(func(c *reconcile.Config) { c.RetryAfter = time.Millisecond })
+	r.SetClock(func() time.Time { looks.Add(1); return time.Now() }, time.Millisecond)
+	stop := b.loop(r)
+	b.settled("the audit has failed", &looks, func() bool { return strings.Contains(b.log.String(), "the audit failed; the run itself is done") })
+	stop()
+	if all, done := b.db.Int(t, "SELECT COUNT(*) FROM reconcile_runs"), b.runs("done"); all != 1 || done != 1 {
+		t.Errorf("%d runs, %d of them done; want one, done", all, done)
+	}
+	b.wantOnce(ids)
+	report, err := b.reconciler().Run(b.ctx, reconcile.Options{Audit: true})
+	if !errors.Is(err, reconcile.ErrAudit) || !errors.Is(err, errImpatient) || report.Kind != "full" {
+		t.Errorf("a run by hand: %+v, %v; want %v", report, err, reconcile.ErrAudit)
+	}
+}
+
+// impatient makes connections that cut off every transaction, which is what an audit is, and nothing else on a replica.
+type impatient struct{ driver.Connector }
+
+var errImpatient = errors.New("the read timed out")
+
+// Connect implements driver.Connector.
+func (c *impatient) Connect(ctx context.Context) (driver.Conn, error) {
+	conn, err := c.Connector.Connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &impatientConn{switchingConn{Conn: conn, other: conn, pages: new(atomic.Int64)}}, nil
+}
+
+type impatientConn struct{ switchingConn }
+
+// BeginTx implements driver.ConnBeginTx.
+func (*impatientConn) BeginTx(context.Context, driver.TxOptions) (driver.Tx, error) {
+	return nil, errImpatient
+}
+
+// Close implements driver.Conn.
+func (c *impatientConn) Close() error { return c.Conn.Close() }

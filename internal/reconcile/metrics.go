@@ -69,6 +69,12 @@ func (u *run) observe(rep Report, err error) {
 	}
 	attrs := []any{"kind", rep.Kind, "scanned", rep.Scanned, "cancelled", rep.Cancelled, "already_paid", rep.AlreadyPaid, "held", rep.Held, "parked", rep.Parked,
 		"others", rep.Others, "duration", rep.Duration, "lag", rep.Lag}
+	if errors.Is(err, ErrAudit) {
+		if !errors.Is(err, context.Canceled) {
+			log.Error("the audit failed; the run itself is done", "err", err)
+		}
+		err = nil
+	}
 	switch {
 	case err == nil:
 		u.metrics.runs.WithLabelValues(resultDone).Inc()

@@ -18,6 +18,9 @@ import (
 // no replica of the primary, or became another server in the middle of the run.
 var ErrReplica = errors.New("the replica cannot be relied on")
 
+// ErrAudit is returned by [Reconciler.Run] when the run is done and stored as done, and only its audit failed: there is nothing to run again.
+var ErrAudit = errors.New("the run is done, but its audit failed")
+
 // Canceller cancels due orders: an [orders.Store], or a gate around one.
 type Canceller interface {
 	CancelDue(ctx context.Context, ids []string) ([]orders.Outcome, error)
@@ -29,7 +32,8 @@ type Options struct {
 	From, Until time.Time
 	// DryRun cancels nothing; it counts what a run would look at.
 	DryRun bool
-	// Audit checks the invariants at the end, on the server that was scanned.
+	// Audit checks the invariants on the replica, once the run is done. Where the primary was scanned instead, there is no audit, and the report
+	// says why.
 	Audit bool
 	// Progress is called after each batch, from one goroutine at a time. Default: nil.
 	Progress func(Progress)
@@ -96,6 +100,8 @@ type Report struct {
 	Lag    time.Duration  `json:"lag_ns"`
 	Paused time.Duration  `json:"paused_ns"` // for the sake of payments and of the replica
 	Audit  []orders.Check `json:"audit,omitempty"`
+	// NotAudited is why an audit that was asked for was not made; empty: it was made, or not asked for.
+	NotAudited string `json:"not_audited,omitempty"`
 }
 
 // Violations is the number of rows that the audit found broken.
@@ -154,7 +160,9 @@ type run struct {
 	paused  time.Duration
 	lag     time.Duration
 	audit   []orders.Check
-	looked  time.Time // when giveWay last asked the servers
+	// notAudited is why there was no audit.
+	notAudited string
+	looked     time.Time // when giveWay last asked the servers
 	// unwatched says that the replica's lag does not matter any more.
 	unwatched bool
 
@@ -173,8 +181,8 @@ type run struct {
 }
 
 // Run makes one run, from its lease to its report. Its report is also given beside an error, for as far as it came. Errors: a [RunningError]
-// when another run works, [ErrReplica], [ErrLeaseLost], ctx's own; others are of the primary. A run that ctx ends finishes the transactions
-// under way and is resumed by the next one.
+// when another run works, [ErrReplica], [ErrLeaseLost], [ErrAudit], ctx's own; others are of the primary. A run that ctx ends finishes the
+// transactions under way and is resumed by the next one.
 func (r *Reconciler) Run(ctx context.Context, options Options) (Report, error) {
 	if !options.From.IsZero() && !options.Until.IsZero() && !options.From.Before(options.Until) {
 		return Report{}, fmt.Errorf("reconcile from %s until %s: there is nothing between", options.From.Format(time.RFC3339), options.Until.Format(time.RFC3339))
@@ -213,6 +221,15 @@ func (r *Reconciler) Run(ctx context.Context, options Options) (Report, error) {
 		err = lost
 	}
 	err = u.end(ctx, err)
+	if u.source != nil {
+		defer u.source.close()
+	}
+	// The audit comes after the end, so that one that fails does not have the night's orders looked at again.
+	if err == nil && options.Audit {
+		if u.audit, err = u.checkAll(ctx); err != nil {
+			err = fmt.Errorf("%w: %w", ErrAudit, err)
+		}
+	}
 	report := u.report()
 	u.observe(report, err)
 	return report, err
@@ -224,8 +241,7 @@ func (u *run) all(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	u.source = source
-	defer source.close()
+	u.source = source // Run closes it
 	if source.primary {
 		u.limiter = rate.NewLimiter(rate.Limit(min(u.cfg.Rate, u.cfg.PrimaryRate)), u.cfg.Batch)
 	} else {
@@ -238,9 +254,6 @@ func (u *run) all(ctx context.Context) error {
 	}
 	if err == nil {
 		err = u.failed()
-	}
-	if err == nil && u.options.Audit {
-		u.audit, err = u.checkAll(ctx)
 	}
 	return err
 }
@@ -424,7 +437,7 @@ func (u *run) report() Report {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	rep := Report{RunID: u.place.id, Kind: u.options.kind(), Resumed: u.place.resumed, Started: u.place.started, Cutoff: u.place.cutoff,
-		Counts: u.counts, Duration: time.Since(u.begun), Lag: u.lag, Paused: u.paused, Audit: u.audit}
+		Counts: u.counts, Duration: time.Since(u.begun), Lag: u.lag, Paused: u.paused, Audit: u.audit, NotAudited: u.notAudited}
 	if u.source != nil {
 		rep.Server, rep.Primary = u.source.scan.Server(), u.source.primary
 	}

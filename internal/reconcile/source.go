@@ -114,7 +114,7 @@ func (u *run) openReplica(ctx context.Context) (_ *source, err error) {
 	if err := u.inOrder(ctx, s); err != nil {
 		return nil, err
 	}
-	if err := u.await(ctx, s, u.place.beat); err != nil {
+	if err := u.await(ctx, s, u.showsBeat); err != nil {
 		return nil, err
 	}
 	u.lag = time.Since(begun)
@@ -160,17 +160,14 @@ func (u *run) inOrder(ctx context.Context, s *source) error {
 	return err
 }
 
-// await waits up to MaxLag until the replica shows what this run has written on the primary at an instant, or later. Transactions are shown in the
-// order of their commits, so what was committed before is there, too.
-func (u *run) await(ctx context.Context, s *source, at time.Time) error {
+// await waits up to MaxLag until the replica shows what this run has written on the primary. Transactions are shown in the order of their
+// commits, so what was committed before is there, too.
+func (u *run) await(ctx context.Context, s *source, shows func(context.Context, *source) (bool, error)) error {
 	pause := markerPauseMin
 	for begun := time.Now(); ; {
-		seen, err := u.seen(ctx, s)
-		if err != nil {
+		there, err := shows(ctx, s)
+		if err != nil || there {
 			return err
-		}
-		if !seen.IsZero() && !seen.Before(at) {
-			return nil
 		}
 		if time.Since(begun) >= u.cfg.MaxLag {
 			return u.behind(ctx, s)
@@ -180,6 +177,24 @@ func (u *run) await(ctx context.Context, s *source, at time.Time) error {
 		}
 		pause = min(2*pause, markerPauseMax)
 	}
+}
+
+// showsBeat says whether the replica shows the beat that the run began with, or a later one.
+func (u *run) showsBeat(ctx context.Context, s *source) (bool, error) {
+	seen, err := u.seen(ctx, s)
+	return err == nil && !seen.IsZero() && !seen.Before(u.place.beat), err
+}
+
+// showsEnd says whether the replica shows that this run is done. It showed the token of the run before, so it is no stranger's row.
+func (u *run) showsEnd(ctx context.Context, s *source) (done bool, err error) {
+	err = s.ask(ctx, u.cfg.ReadTimeout, func(ctx context.Context) error {
+		err := s.conn.QueryRowContext(ctx, "SELECT state = 'done' FROM reconcile_runs WHERE id = ?", u.place.id).Scan(&done)
+		if err != nil {
+			return fmt.Errorf("look for the end of run %d: %w", u.place.id, err)
+		}
+		return nil
+	})
+	return done, err
 }
 
 // seen is the newest beat of this run that the replica shows; zero: none. The token tells this run's row from one of the same number on a server
