@@ -29,24 +29,25 @@ const (
 	asideTime = 8 * time.Second
 	// asidePause lies between two tries.
 	asidePause = 200 * time.Millisecond
-	// Pauses while the primary is away, doubling, of which a random half. They end with the lease.
+	// Pauses while the primary is away, doubling, of which a random half. They end with the lease, and when the run is told to stop.
 	backoffMin = 100 * time.Millisecond
 	backoffMax = 5 * time.Second
 )
 
 // cancel has a batch cancelled on the primary. What fails is halved until the failing orders stand alone, and these are parked. What is locked is
-// put aside for the end of the run, whole: each half would wait as long as the whole before it.
+// put aside for the end of the run, whole: each half would wait as long as the whole before it. When ctx ends, the transaction under way is
+// finished, and nothing is waited for any more.
 func (u *run) cancel(ctx context.Context, batch []orders.Overdue, timeout time.Duration) {
 	failures, waits := 0, 0
 	for parts := [][]orders.Overdue{batch}; len(parts) > 0 && u.failed() == nil; {
 		part := parts[len(parts)-1]
-		outcomes, err := u.askFor(ctx, part, timeout)
+		outcomes, err := u.askFor(u.work, part, timeout)
 		if err == nil {
 			parts, failures, waits = parts[:len(parts)-1], 0, 0
 			u.settle(part, outcomes)
 			continue
 		}
-		if ctx.Err() != nil {
+		if u.work.Err() != nil {
 			return // the lease is lost: the orders are another run's
 		}
 		away, locked := u.judge(ctx, err)
@@ -57,6 +58,7 @@ func (u *run) cancel(ctx context.Context, batch []orders.Overdue, timeout time.D
 				u.log.Warn("reconcile waits for the primary", "run", u.place.id, "err", err)
 			}
 			if !sleep(ctx, backoff(waits)) {
+				u.abandon()
 				return
 			}
 		case locked:
@@ -67,14 +69,25 @@ func (u *run) cancel(ctx context.Context, batch []orders.Overdue, timeout time.D
 		case failures+1 < maxFailures:
 			failures++
 			if !sleep(ctx, backoff(failures)) {
+				u.abandon()
 				return
 			}
 		default:
 			parts, failures = parts[:len(parts)-1], 0
-			u.park(ctx, part[0], fmt.Sprintf("cancelling it failed %d times: %v", maxFailures, err))
+			if !u.park(ctx, part[0], fmt.Sprintf("cancelling it failed %d times: %v", maxFailures, err)) {
+				u.abandon()
+				return
+			}
 			u.parkedOne(part[0], err)
 		}
 	}
+}
+
+// abandon says that a batch was left before its end, since the run was told to stop.
+func (u *run) abandon() {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.left = true
 }
 
 // askFor has one transaction of orders cancelled.
@@ -178,7 +191,9 @@ func (u *run) tryAside(ctx context.Context) error {
 		}
 		if time.Since(begun) > max(asideTime, 2*u.cfg.CancelTimeout) {
 			for _, o := range left {
-				u.park(u.work, o, "its rows, or those of its stock, are locked by somebody: look for a transaction that was left open on the primary")
+				if !u.park(ctx, o, "its rows, or those of its stock, are locked by somebody: look for a transaction that was left open on the primary") {
+					return cause(ctx, ctx.Err())
+				}
 				u.count(func(c *Counts) { c.Scanned++; c.Parked++ })
 			}
 			return nil
@@ -192,7 +207,7 @@ func (u *run) tryAside(ctx context.Context) error {
 				return err
 			}
 			if len(free) > 0 {
-				u.cancel(u.work, free, u.cfg.CancelTimeout/asideShare)
+				u.cancel(ctx, free, u.cfg.CancelTimeout/asideShare)
 			}
 			u.show(false)
 		}
@@ -228,11 +243,11 @@ func (u *run) free(batch []orders.Overdue) ([]orders.Overdue, error) {
 	return free, nil
 }
 
-// park sets an order aside that cannot be cancelled, so that the run goes on. The next run tries it again.
-func (u *run) park(ctx context.Context, o orders.Overdue, why string) {
+// park sets an order aside that cannot be cancelled, so that the run goes on. The next run tries it again. False: ctx ended before it was done.
+func (u *run) park(ctx context.Context, o orders.Overdue, why string) bool {
 	id, reason := orders.FormatID(o.ID), fmt.Sprintf("reconcile run %d: %s", u.place.id, why)
 	for n := 1; ; n++ {
-		within, cancel := context.WithTimeout(ctx, u.cfg.CancelTimeout)
+		within, cancel := context.WithTimeout(u.work, u.cfg.CancelTimeout)
 		err := u.primary.Park(within, orders.Parked{What: orders.ParkedOrder, Ref: id, Reason: reason})
 		cancel()
 		if err == nil {
@@ -240,11 +255,12 @@ func (u *run) park(ctx context.Context, o orders.Overdue, why string) {
 		}
 		u.log.Warn("an order cannot be parked; trying again", "run", u.place.id, "order", id, "err", err)
 		if !sleep(ctx, backoff(n)) {
-			return
+			return false
 		}
 	}
 	u.log.Error("parked", "what", orders.ParkedOrder, "ref", id, "reason", reason)
 	u.metrics.parked.Inc()
+	return true
 }
 
 // parkedOne counts an order that was parked for a failure of its own, and ends the run when it is one of too many.

@@ -175,6 +175,7 @@ type run struct {
 	counts   Counts           // guarded by mu, as the following
 	beatAt   time.Time        // the newest that was written on the primary
 	aside    []orders.Overdue // their rows were locked
+	left     bool             // a batch was not gone through to its end
 	inRow    int              // orders parked in a row, with none cancelled between
 	failure  error            // why the run has to end
 	lastShow time.Time
@@ -208,14 +209,19 @@ func (r *Reconciler) Run(ctx context.Context, options Options) (Report, error) {
 
 	var keeper sync.WaitGroup
 	stopKeeper := make(chan struct{})
+	beats, endBeats := context.WithCancel(work)
+	defer endBeats()
 	keeper.Go(func() { // ended below
-		if err := u.keepLease(work, stopKeeper); err != nil {
+		if err := u.keepLease(beats, stopKeeper); err != nil {
 			lose(err)
 			cancel(err)
 		}
 	})
 	err = u.all(ctx)
 	close(stopKeeper)
+	if ctx.Err() != nil {
+		endBeats() // one under way may wait for a primary that does not answer
+	}
 	keeper.Wait()
 	if lost := context.Cause(work); lost != nil {
 		err = lost
@@ -297,14 +303,18 @@ func (u *run) scan(ctx context.Context) error {
 				if begin > 0 {
 					after = page[begin-1]
 				}
-				return errors.Join(err, u.keepPlace(after))
+				return errors.Join(err, u.keepPlace(ctx, after))
 			}
 		}
 		if len(page) > 0 {
 			after = page[len(page)-1]
 		}
 		u.workers.Wait()
-		if err := u.keepPlace(after); err != nil {
+		err = u.keepPlace(ctx, after)
+		if u.abandoned() {
+			return errors.Join(cause(ctx, ctx.Err()), err)
+		}
+		if err != nil {
 			return err
 		}
 		if u.read {
@@ -313,20 +323,35 @@ func (u *run) scan(ctx context.Context) error {
 	}
 }
 
-// keepPlace stores how far the run is. Every order up to after has been handed out and come back. With orders put aside the place stays before
-// them, and what lies between is read again if the run is killed.
-func (u *run) keepPlace(after orders.Overdue) error {
+// lastWords is how long a run that was told to stop tries to store its place, and then to give its lease back. Twice this and a transaction of
+// CancelTimeout's default under way fit into the grace of a shutdown, 20 s; without either the next run waits for the lease to end.
+const lastWords = 3 * time.Second
+
+// keepPlace stores how far the run is. Every order up to after has been handed out and come back. With orders put aside, or batches that were
+// left, the place stays before them, and what lies between is read again by the next run.
+func (u *run) keepPlace(ctx context.Context, after orders.Overdue) error {
 	u.mu.Lock()
 	counts := u.counts
-	if len(u.aside) > 0 {
+	if len(u.aside) > 0 || u.left {
 		after = u.place.cursor
 	}
 	u.mu.Unlock()
-	if err := u.keep(u.work, u.place, after, counts); err != nil {
+	within, cancel := u.work, context.CancelFunc(func() {})
+	if ctx.Err() != nil {
+		within, cancel = context.WithTimeout(u.work, lastWords)
+	}
+	defer cancel()
+	if err := u.keep(within, u.place, after, counts); err != nil {
 		return err
 	}
 	u.place.cursor = after
 	return nil
+}
+
+func (u *run) abandoned() bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return u.left
 }
 
 // dispatch hands a batch to a worker once one is free, the rate allows it, and nobody needs the database more.
@@ -351,7 +376,7 @@ func (u *run) dispatch(ctx context.Context, batch []orders.Overdue) error {
 		if u.options.DryRun {
 			u.count(func(c *Counts) { c.Scanned += int64(len(batch)) })
 		} else {
-			u.cancel(u.work, batch, u.cfg.CancelTimeout)
+			u.cancel(ctx, batch, u.cfg.CancelTimeout)
 		}
 		u.show(false)
 	})
@@ -422,7 +447,11 @@ func (u *run) end(ctx context.Context, err error) error {
 	u.mu.Lock()
 	counts := u.counts
 	u.mu.Unlock()
-	within, cancel := context.WithTimeout(context.WithoutCancel(ctx), u.cfg.CancelTimeout)
+	limit := u.cfg.CancelTimeout
+	if ctx.Err() != nil {
+		limit = min(limit, lastWords)
+	}
+	within, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 	defer cancel()
 	switch {
 	case errors.Is(err, ErrLeaseLost):
