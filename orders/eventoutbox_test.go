@@ -243,6 +243,25 @@ func TestClaimGivesAnOrdersEventsOneAfterTheOther(t *testing.T) {
 	}
 }
 
+// Other systems never hear of it, so whoever asks what became of the order has to.
+func TestTheStoryTellsOfAnEventThatIsParkedAndDiscarded(t *testing.T) {
+	t.Parallel()
+	b := setupWith(t, orders.Config{Events: true})
+	o := b.place()
+	c := b.claimEvents(1, time.Minute)
+	b.wantMarked("parked", 1)(b.store.ParkOutgoing(b.ctx, c.Token, c.Rows[0], "too large", []byte("{}")))
+	story, err := b.store.ReadStory(b.ctx, o.ID)
+	if err != nil || len(story.Parked) != 1 || story.Parked[0].Ref != fmt.Sprintf("event:%d-1", o.ID) {
+		t.Fatalf("parked in the story: %+v, %v", story.Parked, err)
+	}
+	if _, done, err := b.store.DiscardParked(b.ctx, story.Parked[0].ID, "ann", "the listener knows"); err != nil || !done {
+		t.Fatalf("discarded: %t, %v", done, err)
+	}
+	if got := b.kinds(o.ID); got != "placed parked discarded" {
+		t.Errorf("events %q", got)
+	}
+}
+
 func TestParkedEventIsSentAgainWhenSomebodyRetriesIt(t *testing.T) {
 	t.Parallel()
 	b := setupWith(t, orders.Config{Events: true})

@@ -347,5 +347,13 @@ func TestARefundThatIsGivenUpIsParkedWithItsReason(t *testing.T) {
 	if !slices.ContainsFunc(events, func(e orders.Event) bool { return e.Kind == orders.EventRefundGivenUp }) || !json.Valid(last.Detail) {
 		t.Errorf("events %+v, want the refund given up", events)
 	}
+	// Somebody deals with it by hand, and says so: nobody is waited for any longer.
+	parked := b.db.Int(t, "SELECT id FROM parked WHERE what = 'payment'")
+	if _, done, err := b.store.DiscardParked(b.ctx, parked, "ann", "paid back in cash"); err != nil || !done {
+		t.Fatalf("discarded: %t, %v", done, err)
+	}
+	if owed, err := b.store.Owed(b.ctx); err != nil || owed.GivenUpRefund != 0 {
+		t.Errorf("owed after the discard: %+v, %v", owed, err)
+	}
 	b.wantClean()
 }

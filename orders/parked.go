@@ -74,8 +74,7 @@ func (t *txn) park(ctx context.Context, list []Parked) error {
 				ids = []int64{id}
 			}
 		case ParkedMessage:
-			detail["message_id"] = clip(p.Ref, maxRef)
-			ids, _, _ = ordersOf(p.Body) // what cannot be read has no orders
+			ids = messageOf(p.Ref, p.Body, detail)
 		}
 		if err := t.tell(ctx, ids, EventParked, ActorLapse, detail); err != nil {
 			return err
@@ -89,6 +88,22 @@ func (t *txn) park(ctx context.Context, list []Parked) error {
 		t.parked++
 	}
 	return nil
+}
+
+// messageOf names a parked message in the detail of an event, and gives the orders whose it is: those in a timed message, or the one of which an
+// outgoing event tells. What cannot be read has no orders.
+func messageOf(ref string, body []byte, detail map[string]any) (ids []int64) {
+	if event, is := strings.CutPrefix(ref, parkedEvent); is {
+		detail["event_id"] = event
+		digits, _, _ := strings.Cut(event, "-")
+		if id, err := ParseID(digits); err == nil {
+			ids = []int64{id}
+		}
+		return ids
+	}
+	detail["message_id"] = clip(ref, maxRef)
+	ids, _, _ = ordersOf(body)
+	return ids
 }
 
 // tell adds the same event to the stories of several orders.
@@ -510,8 +525,7 @@ func (s *Store) DiscardParked(ctx context.Context, id int64, actor, reason strin
 				tell = []int64{id}
 			}
 		case ParkedMessage:
-			detail["message_id"] = row.Ref
-			tell, _, _ = ordersOf(row.Body) // what cannot be read has no orders
+			tell = messageOf(row.Ref, row.Body, detail)
 		case ParkedPayment:
 			detail["payment"] = row.Ref
 			_, _, orderID, state, err := t.refundOfParked(ctx, row.Ref)

@@ -153,10 +153,15 @@ func (t *txn) unneeded(ctx context.Context, ids []int64, before time.Time) ([]in
 		refs[i] = FormatID(id)
 	}
 	in := " IN (" + marks(len(locked)) + ")"
+	// A refund that was given up and an event that the broker refused are needed for as long as they are parked: until somebody has retried or
+	// discarded them.
 	query := `SELECT order_id FROM outbox WHERE order_id` + in + `
 		UNION SELECT order_id FROM gateway_tasks WHERE order_id` + in + `
-		UNION SELECT order_id FROM refunds FORCE INDEX (refunds_by_order) WHERE order_id` + in + ` AND state <> 'done'
-		UNION SELECT order_id FROM event_outbox FORCE INDEX (event_outbox_by_order) WHERE order_id` + in + ` AND state <> 'sent'
+		UNION SELECT order_id FROM refunds FORCE INDEX (refunds_by_order) WHERE order_id` + in + ` AND state = 'pending'
+		UNION SELECT order_id FROM event_outbox FORCE INDEX (event_outbox_by_order) WHERE order_id` + in + ` AND state = 'pending'
+		UNION SELECT event_outbox.order_id FROM event_outbox FORCE INDEX (event_outbox_by_order)
+			JOIN parked k FORCE INDEX (parked_by_ref) ON k.what = 'message' AND k.ref = CONCAT('` + parkedEvent + `', event_outbox.order_id, '-', event_outbox.sequence) AND k.state = 'parked'
+			WHERE event_outbox.order_id` + in + ` AND event_outbox.state = 'parked'
 		UNION SELECT p.order_id FROM payments p FORCE INDEX (payments_by_order)
 			JOIN parked k FORCE INDEX (parked_by_ref) ON k.what = 'payment' AND k.ref = CONCAT(p.gateway, ':', p.transaction_id) AND k.state = 'parked' WHERE p.order_id` + in + `
 		UNION SELECT CAST(ref AS SIGNED) FROM parked FORCE INDEX (parked_by_ref) WHERE what = 'order' AND ref` + in + ` AND state = 'parked'`

@@ -143,14 +143,14 @@ func TestAnOrderStaysWholeAsLongAsAnythingNeedsIt(t *testing.T) {
 	shop.stock("tea", 1000)
 	later := b.later()
 	cases := map[string]struct {
-		need, free string // statements with the order's id for @
+		need, free string // statements, with the order's id for @ and "; " between them
 	}{
 		"an outbox row":            {"INSERT INTO outbox (order_id, deliver_at, state, available_at, attempts) VALUES (@, '2027-01-01', 'pending', '2027-01-01', 0)", "DELETE FROM outbox WHERE order_id = @"},
 		"a refund to be made":      {"UPDATE refunds SET state = 'pending' WHERE order_id = @", "UPDATE refunds SET state = 'done' WHERE order_id = @"},
-		"a refund given up":        {"UPDATE refunds SET state = 'given_up' WHERE order_id = @", "UPDATE refunds SET state = 'done' WHERE order_id = @"},
+		"a refund given up":        {"UPDATE refunds SET state = 'given_up' WHERE order_id = @; INSERT INTO parked (what, ref, reason, times, first_at, last_at, state) VALUES ('payment', 'test:second-@', 'x', 1, '2027-01-01', '2027-01-01', 'parked')", "UPDATE parked SET state = 'discarded' WHERE ref = 'test:second-@'"},
 		"a call to the gateway":    {"INSERT INTO gateway_tasks (order_id, kind, attempts, created_at, available_at) VALUES (@, 'close', 0, '2027-01-01', '2027-01-01')", "DELETE FROM gateway_tasks WHERE order_id = @"},
 		"an event to be sent":      {"INSERT INTO event_outbox (order_id, sequence, type, at, data, state, available_at, attempts) VALUES (@, 1, 'order.paid', '2027-01-01', '{}', 'pending', '2027-01-01', 0)", "UPDATE event_outbox SET state = 'sent' WHERE order_id = @"},
-		"an event that is parked":  {"INSERT INTO event_outbox (order_id, sequence, type, at, data, state, available_at, attempts) VALUES (@, 1, 'order.paid', '2027-01-01', '{}', 'parked', '2027-01-01', 0)", "DELETE FROM event_outbox WHERE order_id = @"},
+		"an event that is parked":  {"INSERT INTO event_outbox (order_id, sequence, type, at, data, state, available_at, attempts) VALUES (@, 1, 'order.paid', '2027-01-01', '{}', 'parked', '2027-01-01', 0); INSERT INTO parked (what, ref, reason, times, first_at, last_at, state) VALUES ('message', 'event:@-1', 'x', 1, '2027-01-01', '2027-01-01', 'parked')", "UPDATE parked SET state = 'discarded' WHERE ref = 'event:@-1'"},
 		"that it is parked":        {"INSERT INTO parked (what, ref, reason, times, first_at, last_at, state) VALUES ('order', '@', 'x', 1, '2027-01-01', '2027-01-01', 'parked')", "UPDATE parked SET state = 'discarded' WHERE ref = '@'"},
 		"a payment that is parked": {"INSERT INTO parked (what, ref, reason, times, first_at, last_at, state) VALUES ('payment', 'test:second-@', 'x', 1, '2027-01-01', '2027-01-01', 'parked')", "UPDATE parked SET state = 'retried' WHERE ref = 'test:second-@'"},
 		"that it ended lately":     {"UPDATE orders SET paid_at = '2027-05-01' WHERE id = @", "UPDATE orders SET paid_at = '2027-01-15' WHERE id = @"},
@@ -169,7 +169,9 @@ func TestAnOrderStaysWholeAsLongAsAnythingNeedsIt(t *testing.T) {
 	shop.refundAll("test")
 	later.sent()
 	for name, c := range cases {
-		b.db.Exec(t, strings.ReplaceAll(c.need, "@", fmt.Sprint(ids[name])))
+		for statement := range strings.SplitSeq(c.need, "; ") {
+			b.db.Exec(t, strings.ReplaceAll(statement, "@", fmt.Sprint(ids[name])))
+		}
 	}
 	before := map[string]string{}
 	for name, id := range ids {

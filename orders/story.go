@@ -178,6 +178,9 @@ func readParkedOf(ctx context.Context, db executor, s Story) (list []ParkedRow, 
 		if id := e.Text("message_id"); e.Kind == EventParked && id != "" {
 			refs[ParkedMessage] = append(refs[ParkedMessage], id)
 		}
+		if id := e.Text("event_id"); e.Kind == EventParked && id != "" {
+			refs[ParkedMessage] = append(refs[ParkedMessage], parkedEvent+id)
+		}
 	}
 	for _, what := range []string{ParkedOrder, ParkedMessage, ParkedPayment} {
 		slices.Sort(refs[what])

@@ -175,7 +175,7 @@ type Owed struct {
 	OldestRefund  time.Duration // how long ago the oldest pending refund was written; 0: none
 	Tasks         int64
 	OldestTask    time.Duration
-	GivenUpRefund int64 // refunds that were given up and wait for a person
+	GivenUpRefund int64 // refunds that were given up and wait for a person; one that was discarded has had one
 }
 
 // Owed reads what still has to be done at the gateway. It takes no locks and reads only what is pending.
@@ -187,7 +187,8 @@ func (s *Store) Owed(ctx context.Context) (Owed, error) {
 		(SELECT COALESCE(MAX(TIMESTAMPDIFF(MICROSECOND, created_at, UTC_TIMESTAMP(3))), 0) DIV 1000 FROM refunds FORCE INDEX (refunds_to_do) WHERE state = 'pending'),
 		(SELECT COUNT(*) FROM gateway_tasks),
 		(SELECT COALESCE(MAX(TIMESTAMPDIFF(MICROSECOND, created_at, UTC_TIMESTAMP(3))), 0) DIV 1000 FROM gateway_tasks),
-		(SELECT COUNT(*) FROM refunds FORCE INDEX (refunds_to_do) WHERE state = 'given_up')`).
+		(SELECT COUNT(*) FROM refunds r FORCE INDEX (refunds_to_do) JOIN parked k FORCE INDEX (parked_by_ref)
+			ON k.what = 'payment' AND k.ref = CONCAT(r.gateway, ':', r.transaction_id) AND k.state = 'parked' WHERE r.state = 'given_up')`).
 		Scan(&o.Refunds, &refund, &o.Tasks, &task, &o.GivenUpRefund)
 	if err != nil {
 		return Owed{}, fmt.Errorf("read what is owed at the gateway: %w", err)

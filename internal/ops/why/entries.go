@@ -185,6 +185,9 @@ func (t *teller) told(e orders.Event) string {
 		if id := e.Text("message_id"); id != "" {
 			return fmt.Sprintf("the timed message %s with it was parked: %s", id, e.Text("reason"))
 		}
+		if id := e.Text("event_id"); id != "" {
+			return fmt.Sprintf("event %s, which tells other systems of it, was parked: %s", id, e.Text("reason"))
+		}
 		return "parked: " + e.Text("reason")
 	case orders.EventRetried:
 		return fmt.Sprintf("parked %s was given back to the normal path", e.Text("parked"))

@@ -6,6 +6,7 @@
 package why
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"time"
@@ -443,19 +444,25 @@ func (t *teller) closing() string {
 func (t *teller) money() (says, next string) {
 	var b strings.Builder
 	for i, r := range t.Refunds {
-		if r.State == "given_up" && next == "" {
-			next = "set the refund right with the gateway: lapse parked list --what payment"
+		decided := ""
+		if r.State == "given_up" {
+			hint := "set the refund right with the gateway: lapse parked list --what payment"
 			for _, p := range t.Parked {
-				if p.What == orders.ParkedPayment && p.State == orders.StateParked && p.Ref == r.Gateway+":"+r.TransactionID {
-					next = fmt.Sprintf("mend what the reason says, then: lapse parked retry %d", p.ID)
+				switch {
+				case p.What != orders.ParkedPayment || p.Ref != r.Gateway+":"+r.TransactionID:
+				case p.State == orders.StateParked:
+					hint = fmt.Sprintf("mend what the reason says, then: lapse parked retry %d", p.ID)
+				case p.State == orders.StateDiscarded:
+					hint, decided = "", fmt.Sprintf("; %s decided: \"%s\"", p.HandledBy, p.HandledReason)
 				}
 			}
+			next = cmp.Or(next, hint)
 		}
 		if i == maxMoney {
 			fmt.Fprintf(&b, "; %d more refunds are in the list", len(t.Refunds)-maxMoney)
 		}
 		if i < maxMoney {
-			fmt.Fprintf(&b, "; %s %s (transaction %s of %s) %s", money(r.Amount, r.Currency), whyBack(r.Reason), r.TransactionID, r.Gateway, refundState(r, t.Now))
+			fmt.Fprintf(&b, "; %s %s (transaction %s of %s) %s", money(r.Amount, r.Currency), whyBack(r.Reason), r.TransactionID, r.Gateway, refundState(r, t.Now)+decided)
 		}
 	}
 	return b.String(), next
