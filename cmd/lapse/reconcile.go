@@ -30,7 +30,8 @@ or SIGINT; a night that was missed is caught up at the start. With --once it mak
 A run writes a row on the primary and waits until the replica shows it (reconcile.max_lag). A replica that lags by
 more, has stopped, or is no replica of this primary ends the run with exit code 3 before anything is read; with
 --on-lag primary the primary is scanned instead, slower, and not audited. One run works at a time: a second one says so and is done. A
-run that was killed is resumed by the next. An order that cannot be cancelled is parked, and the run goes on.
+run that was killed is resumed by the next, and another one then looks at what came due since (--json lists the first
+under resumed_runs). An order that cannot be cancelled is parked, and the run goes on.
 
 Every nightly run ends with an audit of all invariants on the replica, --once does with --audit; findings are listed,
 exit code 4. An order that had to be cancelled is one that the message path missed: the report and the order's story
@@ -161,7 +162,8 @@ func (s *service) reconcileConfig() reconcile.Config {
 	}
 }
 
-// reconcileOnce makes one run; a second one if the first only ended what another process had begun.
+// reconcileOnce makes one run; a second one if the first only ended what another process had begun. The audit of the last one is what is judged: it
+// looks at everything that the one before looked at.
 func (a *app) reconcileOnce(cmd *cobra.Command, o onceFlags) (err error) {
 	cfg, err := a.load(cmd)
 	if err != nil {
@@ -200,30 +202,44 @@ func (a *app) reconcileOnce(cmd *cobra.Command, o onceFlags) (err error) {
 	if err != nil {
 		return err
 	}
-	for {
-		report, err := r.Run(cmd.Context(), options)
+	var reports []reconcile.Report // the last one is of the run that looked at everything; those before it were resumed
+	var itsFailure error           // of the last one
+	for len(reports) == 0 || reports[len(reports)-1].Resumed {
+		report, failure := r.Run(cmd.Context(), options)
 		bar.erase()
 		var other *reconcile.RunningError
-		if errors.As(err, &other) {
+		if errors.As(failure, &other) {
 			fmt.Fprintf(a.stderr, "another reconcile is running: %s\n", other)
-			return nil
+			break
 		}
 		if report.RunID != 0 {
-			if printed := a.printReport(o.json, report, err); printed != nil {
-				return errors.Join(err, printed)
-			}
+			reports, itsFailure = append(reports, report), failure
 		}
-		switch {
-		case errors.Is(err, reconcile.ErrReplica):
-			return codeError{err, exitMissing}
-		case err != nil:
-			return err
-		case report.Violations() > 0:
-			return codeError{fmt.Errorf("the audit found %d rows that break an invariant", report.Violations()), exitInvariant}
-		case !report.Resumed:
-			return nil
+		// A run that is done and could not be audited is no reason to leave the orders that came due since.
+		if failure != nil && (!report.Resumed || !errors.Is(failure, reconcile.ErrAudit)) {
+			err = failure
+			break
 		}
 	}
+	if len(reports) == 0 {
+		return ofReplica(err)
+	}
+	last := reports[len(reports)-1]
+	if printed := a.printReports(o.json, reports, itsFailure); printed != nil {
+		return errors.Join(err, printed)
+	}
+	if err == nil && last.Violations() > 0 {
+		return codeError{fmt.Errorf("the audit found %d rows that break an invariant", last.Violations()), exitInvariant}
+	}
+	return ofReplica(err)
+}
+
+// ofReplica gives the failure of a run the exit code that it has.
+func ofReplica(err error) error {
+	if errors.Is(err, reconcile.ErrReplica) {
+		return codeError{err, exitMissing}
+	}
+	return err
 }
 
 // instantOf reads a time of a flag; zero where the flag is not given.
@@ -243,20 +259,27 @@ func instantOf(flag, text, zone string) (time.Time, error) {
 	return time.Time{}, usage("%s %q is no time: write 2026-11-30, '2026-11-30 12:00' or 2026-11-30T12:00:00Z", flag, text)
 }
 
-// printReport prints what a run did, also one that failed on its way.
-func (a *app) printReport(asJSON bool, report reconcile.Report, failure error) error {
+// printReports prints what a run did, also one that failed on its way, and before it what the runs did that were resumed.
+func (a *app) printReports(asJSON bool, reports []reconcile.Report, failure error) error {
+	before, report := reports[:len(reports)-1], reports[len(reports)-1]
 	if asJSON {
 		object := struct {
 			reconcile.Report
-			Violations int64  `json:"violations"`
-			Error      string `json:"error,omitempty"`
-		}{report, report.Violations(), ""}
+			Violations int64              `json:"violations"`
+			Error      string             `json:"error,omitempty"`
+			Before     []reconcile.Report `json:"resumed_runs,omitempty"`
+		}{report, report.Violations(), "", before}
 		if failure != nil {
 			object.Error = failure.Error()
 		}
 		encoder := json.NewEncoder(a.stdout)
 		encoder.SetIndent("", "  ")
 		return encoder.Encode(object)
+	}
+	for _, r := range before {
+		if err := writeReport(a.stdout, r, nil); err != nil {
+			return err
+		}
 	}
 	return writeReport(a.stdout, report, failure)
 }

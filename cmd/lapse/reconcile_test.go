@@ -113,29 +113,29 @@ func TestReconcileKilledAfterItsThirdPageIsResumed(t *testing.T) {
 	}
 	b.db.Exec(t, "UPDATE reconcile_runs SET lease_until = UTC_TIMESTAMP(3)")
 
+	// One that came due since, and is not the resumed run's.
+	b.db.Exec(t, "UPDATE reconcile_runs SET cutoff_at = cutoff_at - INTERVAL 10 MINUTE")
+	b.db.Exec(t, `INSERT INTO orders (id, channel, user_id, currency, amount, status, deadline_at, created_at)
+		VALUES (900, 'web', 'u1', 'EUR', 100, 'unpaid', UTC_TIMESTAMP(3) - INTERVAL 10 MINUTE, UTC_TIMESTAMP(3) - INTERVAL 1 DAY)`)
+	b.db.Exec(t, "INSERT INTO outbox (order_id, deliver_at, state, available_at, attempts) VALUES (900, UTC_TIMESTAMP(3), 'sent', UTC_TIMESTAMP(3), 0)")
+
 	code, stdout, stderr := lapse(t, environ, "reconcile", "--once", "--json", "--audit")
 
-	var reports []struct {
+	var got struct {
 		reconcile.Report
 		Violations int64
+		Before     []reconcile.Report `json:"resumed_runs"`
 	}
-	for dec := json.NewDecoder(strings.NewReader(stdout)); dec.More(); {
-		var r struct {
-			reconcile.Report
-			Violations int64
-		}
-		if err := dec.Decode(&r); err != nil {
-			t.Fatal(err)
-		}
-		reports = append(reports, r)
+	if err := json.Unmarshal([]byte(stdout), &got); err != nil {
+		t.Fatalf("exit code %d, stdout is not one object: %v\n%s\n%s", code, err, stdout, stderr)
 	}
 	// What was cancelled of the fourth page before the kill is found nowhere any more.
-	if code != exitInvariant || len(reports) == 0 || !reports[0].Resumed || reports[0].RunID != 1 || reports[0].Scanned != kept+int64(len(ids))-done {
-		t.Errorf("exit code %d, stderr %s, reports %+v; want run 1 resumed at order %d", code, stderr, reports, kept)
+	if len(got.Before) != 1 || !got.Before[0].Resumed || got.Before[0].RunID != 1 || got.Before[0].Scanned != kept+int64(len(ids))-done {
+		t.Errorf("exit code %d, stderr %s, resumed %+v; want run 1 at order %d", code, stderr, got.Before, kept)
 	}
-	// The outbox rows of the killed run's orders were never sent: that is the one finding.
-	if len(reports) == 1 && reports[0].Violations != 500 {
-		t.Errorf("%d findings, want the 500 outbox rows", reports[0].Violations)
+	// The outbox rows of the killed run's orders were never sent: that is the one finding, and it ends nothing early.
+	if code != exitInvariant || got.Resumed || got.Cancelled != 1 || got.Violations != 500 {
+		t.Errorf("exit code %d, report %+v, %d findings; want 4, a run for the order that came due since, and the 500 outbox rows", code, got.Report, got.Violations)
 	}
 	b.cancelledOnce(t, ids...)
 	if code, stdout, stderr := lapse(t, environ, "reconcile", "--once"); code != exitDone || !strings.Contains(stdout, "scanned           0\n") {
