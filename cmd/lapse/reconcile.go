@@ -60,7 +60,7 @@ It works on the database as mysql.dsn_reconcile; without it, as mysql.dsn; and r
 	flags := cmd.Flags()
 	flags.BoolVar(&o.once, "once", false, "make one run, print its report and end")
 	flags.BoolVar(&o.dryRun, "dry-run", false, "with --once: only count, cancel nothing")
-	flags.BoolVar(&o.audit, "audit", false, "with --once: check the invariants at the end")
+	flags.BoolVar(&o.audit, "audit", false, "with --once, for a whole run: check the invariants at the end")
 	flags.StringVar(&o.from, "from", "", "with --once: only deadlines from this `time` on, as 2026-11-30, '2026-11-30 12:00' (of reconcile.timezone) or RFC 3339")
 	flags.StringVar(&o.until, "until", "", "with --once: only deadlines before this `time`")
 	flags.BoolVar(&o.json, "json", false, "with --once: print one JSON object on stdout")
@@ -168,6 +168,9 @@ func (a *app) reconcileOnce(cmd *cobra.Command, o onceFlags) (err error) {
 	cfg, err := a.load(cmd)
 	if err != nil {
 		return err
+	}
+	if o.audit && (o.dryRun || o.from != "" || o.until != "") {
+		return usage("--audit does not go with --dry-run, --from or --until: the orders that such a run leaves as they are would be findings; make a whole run with --audit")
 	}
 	options := reconcile.Options{DryRun: o.dryRun, Audit: o.audit}
 	if options.From, err = instantOf("--from", o.from, cfg.Reconcile.Timezone); err != nil {

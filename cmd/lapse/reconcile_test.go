@@ -197,6 +197,9 @@ func TestReconcileNeedsItsReplica(t *testing.T) {
 		{"an unknown time", environ, []string{"--from", "yesterday"}, exitUsage, `"yesterday" is no time`},
 		{"nothing between", environ, []string{"--from", "2026-01-02", "--until", "2026-01-01"}, exitUsage, "is not before"},
 		{"once only", environ, []string{"-service", "--dry-run"}, exitUsage, "--dry-run goes with --once"},
+		{"an audit after a dry run", environ, []string{"--dry-run", "--audit"}, exitUsage, "--audit does not go with --dry-run, --from or --until"},
+		{"an audit after a part", environ, []string{"--from", "2026-01-01", "--audit"}, exitUsage, "--audit does not go with"},
+		{"an audit before an instant", environ, []string{"--until", "2026-01-01", "--audit"}, exitUsage, "--audit does not go with"},
 		{"a rate of nothing", environ, []string{"--rate", "0"}, exitUsage, "reconcile.rate"},
 		{"an unknown way", environ, []string{"--on-lag", "hope"}, exitUsage, "reconcile.on_lag"},
 	} {
