@@ -131,3 +131,33 @@ func TestARunThatWaitsForThePrimaryEndsWhenItIsTold(t *testing.T) {
 	}
 	b.wantOnce(ids)
 }
+
+// A failover takes seconds, and the night goes on after it. The first cut comes before the dispatcher's look at the lock waits, the second before the place
+// is kept.
+func TestARunOutlastsAFailoverOfThePrimary(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	c := b.overCable()
+	ids := b.overdue(1, 60)
+	asked := 0
+	var mend *time.Timer
+	cut := func() {
+		c.set(true)
+		mend = time.AfterFunc(1500*time.Millisecond, func() { c.set(false) })
+	}
+	r := b.reconcilerOf(cancelFunc(func(ctx context.Context, ids []string) ([]orders.Outcome, error) {
+		outcomes, err := b.store.CancelDue(ctx, ids)
+		if err == nil {
+			if asked++; asked == 1 || asked == 3 {
+				cut() // after the commit, so that it is not the worker who waits
+			}
+		}
+		return outcomes, err
+	}), func(c *reconcile.Config) { c.Batch, c.Page, c.Workers, c.Rate = 10, 30, 1, 15 })
+	report := b.run(r, reconcile.Options{})
+	mend.Stop()
+	if report.Cancelled != 60 || report.Scanned != 60 {
+		t.Errorf("report %+v, want 60 cancelled in one run", report.Counts)
+	}
+	b.wantOnce(ids)
+}

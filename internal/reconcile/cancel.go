@@ -202,7 +202,7 @@ func (u *run) tryAside(ctx context.Context) error {
 			if ctx.Err() != nil {
 				return cause(ctx, ctx.Err())
 			}
-			free, err := u.free(batch)
+			free, err := u.free(ctx, batch)
 			if err != nil {
 				return err
 			}
@@ -218,14 +218,18 @@ func (u *run) tryAside(ctx context.Context) error {
 }
 
 // free gives those of a batch whose rows nobody has locked at this moment, and puts the others aside again.
-func (u *run) free(batch []orders.Overdue) ([]orders.Overdue, error) {
+func (u *run) free(ctx context.Context, batch []orders.Overdue) ([]orders.Overdue, error) {
 	ids := make([]int64, len(batch))
 	for i, o := range batch {
 		ids[i] = o.ID
 	}
-	ctx, cancel := context.WithTimeout(u.work, u.cfg.CancelTimeout)
-	defer cancel()
-	unlocked, err := u.primary.Unlocked(ctx, ids)
+	var unlocked []int64
+	err := u.patiently(ctx, func() (err error) {
+		within, cancel := context.WithTimeout(u.work, u.cfg.CancelTimeout)
+		defer cancel()
+		unlocked, err = u.primary.Unlocked(within, ids)
+		return err
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -271,6 +275,22 @@ func (u *run) parkedOne(o orders.Overdue, failure error) {
 	u.counts.Parked++
 	if u.inRow++; u.inRow == maxParkedInRow && u.failure == nil {
 		u.failure = fmt.Errorf("%d orders in a row could not be cancelled, which is hardly theirs; the last, %d: %w", maxParkedInRow, o.ID, failure)
+	}
+}
+
+// patiently does one thing on the primary until the primary is there to do it, and gives up when ctx ends, which it does with the lease.
+func (u *run) patiently(ctx context.Context, do func() error) error {
+	for n := 1; ; n++ {
+		err := do()
+		if err == nil || !orders.IsUnavailable(err) || ctx.Err() != nil {
+			return err
+		}
+		if n == 1 {
+			u.log.Warn("reconcile waits for the primary", "run", u.place.id, "err", err)
+		}
+		if !sleep(ctx, backoff(n)) {
+			return cause(ctx, err)
+		}
 	}
 }
 

@@ -88,11 +88,13 @@ func (u *run) inTheWay(ctx context.Context) (string, error) {
 
 // lockWaits is how many transactions wait for a row lock on the primary at this moment. The status needs no right.
 func (u *run) lockWaits(ctx context.Context) (int, error) {
-	limited, cancel := context.WithTimeout(ctx, u.cfg.CancelTimeout)
-	defer cancel()
 	var name string
 	var n int
-	err := u.primary.DB().QueryRowContext(limited, "SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'").Scan(&name, &n)
+	err := u.patiently(ctx, func() error {
+		limited, cancel := context.WithTimeout(ctx, u.cfg.CancelTimeout)
+		defer cancel()
+		return u.primary.DB().QueryRowContext(limited, "SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'").Scan(&name, &n)
+	})
 	if err != nil {
 		if ctx.Err() != nil {
 			return 0, cause(ctx, err)

@@ -341,7 +341,8 @@ func (u *run) keepPlace(ctx context.Context, after orders.Overdue) error {
 		within, cancel = context.WithTimeout(u.work, lastWords)
 	}
 	defer cancel()
-	if err := u.keep(within, u.place, after, counts); err != nil {
+	// Written twice it is the same place, so an answer that was lost does no harm.
+	if err := u.patiently(ctx, func() error { return u.keep(within, u.place, after, counts) }); err != nil {
 		return err
 	}
 	u.place.cursor = after
@@ -459,7 +460,7 @@ func (u *run) end(ctx context.Context, err error) error {
 	case ctx.Err() != nil && err != nil:
 		return errors.Join(err, u.leave(within, u.place))
 	}
-	return errors.Join(err, u.finish(within, u.place, counts, err))
+	return errors.Join(err, u.patiently(within, func() error { return u.finish(within, u.place, counts, err) }))
 }
 
 func (u *run) report() Report {
