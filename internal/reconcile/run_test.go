@@ -402,6 +402,31 @@ func TestALockedOrderIsLeftForTheEndAndParkedIfItStaysLocked(t *testing.T) {
 	b.wantOnce(ids)
 }
 
+// The stock of one order in each batch is locked. It is a good deal of time until batch after batch has been cut off, and none of the others may pay
+// for that.
+func TestOrdersBesideOneOverLockedStockAreCancelledAndNotParked(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	ids := b.overdue(1, 240)
+	b.db.Exec(t, "INSERT INTO stock (sku, available, reserved, sold) VALUES ('pen', 100, 4, 0)")
+	for i := 30; i < len(ids); i += 60 { // one in each batch
+		b.db.Exec(t, "INSERT INTO order_items (order_id, sku, quantity, price) VALUES (?, 'pen', 1, 100)", ids[i])
+		b.db.Exec(t, "INSERT INTO stock_ledger (order_id, sku, kind, quantity, at) VALUES (?, 'pen', 'reserve', 1, UTC_TIMESTAMP(3))", ids[i])
+	}
+	tx, err := b.db.SQL.BeginTx(b.ctx, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback() }()
+	if _, err := tx.ExecContext(b.ctx, "SELECT sku FROM stock WHERE sku = 'pen' FOR UPDATE"); err != nil {
+		t.Fatal(err)
+	}
+	report := b.run(b.reconciler(func(c *reconcile.Config) { c.Batch, c.CancelTimeout = 60, 8*time.Second }), reconcile.Options{})
+	if report.Cancelled != 236 || report.Parked != 4 || report.Scanned != 240 {
+		t.Errorf("report %+v, want 236 cancelled and the 4 over the locked stock parked", report.Counts)
+	}
+}
+
 func TestAHeldOrderWaitsForItsHold(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
