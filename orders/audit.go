@@ -147,10 +147,15 @@ var auditQueries = []auditQuery{
 	},
 }
 
+// Beginner is a pool or one connection of it: an [sql.DB] or an [sql.Conn].
+type Beginner interface {
+	BeginTx(ctx context.Context, options *sql.TxOptions) (*sql.Tx, error)
+}
+
 // Audit runs every check on db, which may be the primary's pool or a replica's, at one consistent snapshot: the sums would not fit each
 // other if orders moved between two queries. It reads whole tables. An error means that the audit could not be made, not that an
-// invariant is broken; that is for the caller to see in Violations.
-func Audit(ctx context.Context, db *sql.DB, options AuditOptions) ([]Check, error) {
+// invariant is broken; that is for the caller to see in Violations. Behind a name with several servers give it one connection of the pool.
+func Audit(ctx context.Context, db Beginner, options AuditOptions) ([]Check, error) {
 	if options.Grace == 0 {
 		options.Grace = time.Minute
 	}

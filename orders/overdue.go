@@ -255,7 +255,7 @@ func (t *txn) missed(ctx context.Context, run int64, ids []int64) (map[int64]rec
 
 // StaleOutbox is the check beside [Audit] that no outbox row waits to be sent for longer than age, failed sends and leases included: then no relay
 // runs, or the broker refuses, and every order behind it is left to reconcile. It reads db as Audit does, and lists up to limit rows (0: 100).
-func StaleOutbox(ctx context.Context, db *sql.DB, age time.Duration, limit int) (Check, error) {
+func StaleOutbox(ctx context.Context, db Beginner, age time.Duration, limit int) (Check, error) {
 	if age <= 0 || limit < 0 {
 		return Check{}, invalid("check for outbox rows older than %s, up to %d; both must be positive", age, limit)
 	}
@@ -263,12 +263,12 @@ func StaleOutbox(ctx context.Context, db *sql.DB, age time.Duration, limit int) 
 		limit = 100
 	}
 	c := Check{Invariant: "I6", Name: "outbox_row_is_sent", Says: fmt.Sprintf("no outbox row has been waiting to be sent for longer than %s", age)}
-	conn, err := db.Conn(ctx)
+	tx, err := db.BeginTx(ctx, &sql.TxOptions{Isolation: sql.LevelReadCommitted, ReadOnly: true})
 	if err != nil {
-		return Check{}, fmt.Errorf("check the age of outbox rows: %w", err)
+		return Check{}, fmt.Errorf("check the age of outbox rows: begin: %w", err)
 	}
-	defer conn.Close() //nolint:errcheck // the connection goes back to the pool; its fate is the pool's
-	t := &txn{executor: conn}
+	defer func() { _ = tx.Rollback() }() // nothing was written
+	t := &txn{executor: tx}
 	if err := t.readNow(ctx); err != nil {
 		return Check{}, fmt.Errorf("check the age of outbox rows: %w", err)
 	}

@@ -22,7 +22,8 @@ func (u *run) checkAll(ctx context.Context) ([]orders.Check, error) {
 	if err := u.await(ctx, u.source, u.showsEnd); err != nil {
 		return nil, fmt.Errorf("wait for the end of the run there: %w", err)
 	}
-	db := u.replica
+	// The pool's other connections may lead to another replica, which was not asked for the marker.
+	db := u.source.conn
 	// Orders that came due later than the cut-off are the message path's, and may be on their way.
 	grace := u.cfg.Grace + time.Since(u.begun) + auditMargin
 	if u.place.resumed {

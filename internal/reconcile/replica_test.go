@@ -462,3 +462,45 @@ func (c *switchingConn) CheckNamedValue(v *driver.NamedValue) error {
 
 // Close implements driver.Conn.
 func (c *switchingConn) Close() error { return errors.Join(c.Conn.Close(), c.other.Close()) }
+
+// A name may stand for several replicas. The connection that showed the marker is the one whose server is audited.
+func TestTheAuditStaysOnTheServerThatShowedTheMarker(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	broken := b.place(func(n *orders.NewOrder) { n.DeadlineAt = time.Now().Add(time.Hour) })
+	b.db.Exec(t, "UPDATE orders SET status = 'paid', paid_at = UTC_TIMESTAMP(3) WHERE id = ?", broken)
+	elsewhere, err := mysql.ParseDSN(mysqltest.New(t).DSN) // with no orders
+	if err != nil {
+		t.Fatal(err)
+	}
+	here, err := mysql.ParseDSN(stacktest.Require(t, "LAPSE_MYSQL_DSN_REPLICA"))
+	if err != nil {
+		t.Fatal("LAPSE_MYSQL_DSN_REPLICA cannot be read")
+	}
+	here.DBName = b.db.Name
+	several := &spreading{}
+	for i, dsn := range []*mysql.Config{here, elsewhere} {
+		if several.to[i], err = mysql.NewConnector(dsn); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.replica = sql.OpenDB(several)
+	t.Cleanup(func() { _ = b.replica.Close() })
+	if report := b.run(b.reconciler(), reconcile.Options{Audit: true}); report.Violations() == 0 {
+		t.Errorf("report %+v, want the finding of the server that was scanned", report.Audit)
+	}
+}
+
+// spreading makes its first connection to one server and all others to another.
+type spreading struct {
+	to   [2]driver.Connector
+	made atomic.Int64
+}
+
+// Connect implements driver.Connector.
+func (s *spreading) Connect(ctx context.Context) (driver.Conn, error) {
+	return s.to[min(s.made.Add(1)-1, 1)].Connect(ctx)
+}
+
+// Driver implements driver.Connector.
+func (s *spreading) Driver() driver.Driver { return s.to[0].Driver() }
