@@ -116,10 +116,8 @@ func (c *coalescer) add(r row, now, clock time.Time) (full *message) {
 	due, key, hop := c.dueOf(r.DeliverAt, now)
 	m := c.open[key]
 	if m == nil {
-		m = &message{due: due, flushAt: clock}
-		if due.Sub(now) > urgent {
-			m.flushAt = clock.Add(c.linger)
-		}
+		// A linger of many seconds must not reach into the time that sending takes.
+		m = &message{due: due, flushAt: clock.Add(max(0, min(c.linger, due.Sub(now)-urgent)))}
 		c.open[key] = m
 		if c.earliest.IsZero() || m.flushAt.Before(c.earliest) {
 			c.earliest = m.flushAt

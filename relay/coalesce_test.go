@@ -67,7 +67,7 @@ func TestNoOrderIsEarlierThanItsDeadlineOrLaterThanAlone(t *testing.T) {
 		cfg.Tick = rapid.SampledFrom([]time.Duration{time.Millisecond, 100 * time.Millisecond, 200 * time.Millisecond, 700 * time.Millisecond, time.Second}).Draw(t, "tick")
 		cfg.MaxOrdersPerMessage = rapid.IntRange(1, 5).Draw(t, "limit")
 		cfg.MaxDelay = rapid.SampledFrom([]time.Duration{cfg.Tick, 2 * time.Second, time.Hour}).Draw(t, "max delay")
-		cfg.Linger = rapid.SampledFrom([]time.Duration{-1, 50 * time.Millisecond, 200 * time.Millisecond}).Draw(t, "linger")
+		cfg.Linger = rapid.SampledFrom([]time.Duration{-1, 50 * time.Millisecond, 200 * time.Millisecond, 10 * time.Second}).Draw(t, "linger")
 		c := newCoalescer(cfg)
 
 		claims := map[int64]time.Time{} // when the order was claimed, by the database's clock
@@ -178,6 +178,17 @@ func TestUrgentOrdersDoNotWaitForOthers(t *testing.T) {
 		if left := len(g.flush(noon.Add(200*time.Millisecond), false)); c.waits && left != 1 {
 			t.Errorf("an order due in %s is still waiting when the linger is over", c.away)
 		}
+	}
+}
+
+func TestALongLingerEndsBeforeTheOrderIsUrgent(t *testing.T) {
+	t.Parallel()
+	cfg := testConfig()
+	cfg.Linger = 10 * time.Second
+	g := newCoalescer(cfg)
+	g.add(row{Pending: orders.Pending{OrderID: 1, DeliverAt: noon.Add(urgent + 2*time.Second)}, lease: &lease{}}, noon, noon)
+	if left := g.next().Sub(noon); left != 2*time.Second {
+		t.Errorf("an order due in %s lingers for %s, want 2s", urgent+2*time.Second, left)
 	}
 }
 

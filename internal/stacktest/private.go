@@ -75,6 +75,8 @@ func Private(t testing.TB, options Options) *Stack {
 		t.Fatal(err)
 	}
 	s := &Stack{script: filepath.Join(root, "scripts", "stack"), state: filepath.Join(dir, "state")}
+	// Before anything can fail: the reset below is of this stack then, and not of the shared one.
+	s.env = stackEnv(dir, 0, options)
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
