@@ -65,7 +65,7 @@ that is down, so a liveness probe should use this.`,
 				addr = defaultAddr[args[0]]
 			}
 			if addr == "" {
-				return usage("say which service: lapse health relay, consume, api or all, or --http-addr host:port")
+				return usage("say which service: lapse health relay, consume, api, reconcile, refund or all, or --http-addr host:port")
 			}
 			path := "/readyz"
 			if live {

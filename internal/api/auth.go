@@ -76,6 +76,9 @@ func ParseTokens(text string) ([]Token, error) {
 			}
 			t.Hash = sha256.Sum256([]byte(words[2]))
 		}
+		if i := slices.IndexFunc(tokens, func(other Token) bool { return other.Hash == t.Hash }); i >= 0 {
+			return nil, fmt.Errorf("%s (%s): its token is that of %s, so nobody could say who asks, and with which scopes", at, t.Name, tokens[i].Name)
+		}
 		tokens = append(tokens, t)
 	}
 	if len(tokens) == 0 {

@@ -187,14 +187,14 @@ func TestWithoutTokensOnlyNamesOfTheLoopbackAreAnswered(t *testing.T) {
 
 func TestTokensAreReadStrictly(t *testing.T) {
 	t.Parallel()
-	sum := sha256.Sum256([]byte("0123456789abcdef"))
-	got, err := ParseTokens("# who may ask\n\n a  place,read\t0123456789abcdef \r\nb pay sha256:" + hex.EncodeToString(sum[:]) + ";c_-9 read 0123456789abcdefg;")
-	if err != nil || len(got) != 3 || got[0].Name != "a" || !slices.Equal(got[0].Scopes, []Scope{ScopePlace, ScopeRead}) || got[0].Hash != sum || got[1].Hash != sum || got[2].Hash == sum {
+	sum, other := sha256.Sum256([]byte("0123456789abcdef")), sha256.Sum256([]byte("0123456789abcdeF"))
+	got, err := ParseTokens("# who may ask\n\n a  place,read\t0123456789abcdef \r\nb pay sha256:" + hex.EncodeToString(other[:]) + ";c_-9 read 0123456789abcdefg;")
+	if err != nil || len(got) != 3 || got[0].Name != "a" || !slices.Equal(got[0].Scopes, []Scope{ScopePlace, ScopeRead}) || got[0].Hash != sum || got[1].Hash != other || got[2].Hash == sum {
 		t.Errorf("%+v, %v", got, err)
 	}
 	for text, want := range map[string]string{
 		"": "no token", "# only words": "no token", "a place": "2 words", "a place x y": "4 words", "A place 0123456789abcdef": "a name", "a place 0123456789abcde": "16 characters",
-		"a place, 0123456789abcdef": "scopes", "a admin 0123456789abcdef": "scopes", "a read sha256:0123": "64 hexadecimal", "a read 0123456789abcdef;a pay 0123456789abcdeF": "twice",
+		"a place, 0123456789abcdef": "scopes", "a admin 0123456789abcdef": "scopes", "a read sha256:0123": "64 hexadecimal", "a read 0123456789abcdef;a pay 0123456789abcdeF": "twice", "a read 0123456789abcdef;b place 0123456789abcdef": "that of a",
 		strings.Repeat("a", 33) + " read 0123456789abcdef": "a name",
 	} {
 		if _, err := ParseTokens(text); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "0123") {
