@@ -188,21 +188,22 @@ func (r *Events) Run(ctx context.Context) error {
 	defer cutOff()
 	defer context.AfterFunc(ctx, func() { time.AfterFunc(r.cfg.StopTimeout, cutOff) })()
 
-	failures := 0
+	var t trouble
+	paused := false
 	defer func() {
-		if failures > 0 {
+		if paused {
 			r.metrics.paused.Dec()
 		}
 	}()
 	for {
-		var pause time.Duration
-		failed := failures
-		failures, pause = r.round(ctx, work, failures)
-		switch {
-		case failed == 0 && failures > 0:
+		pause := r.round(ctx, work, &t)
+		switch now := t.unready || t.claims > 0 || t.sends > 0; {
+		case now && !paused:
 			r.metrics.paused.Inc()
-		case failed > 0 && failures == 0:
+			paused = true
+		case !now && paused:
 			r.metrics.paused.Dec()
+			paused = false
 		}
 		if !sleep(ctx, pause) {
 			return nil
@@ -210,13 +211,20 @@ func (r *Events) Run(ctx context.Context) error {
 	}
 }
 
-// round claims once and sends what was claimed. It gives the failures in a row (of claims or sends) and how long to wait.
-func (r *Events) round(ctx, work context.Context, failures int) (int, time.Duration) {
-	if r.sender.Ready() != nil { // which Ready tells, and the sender logs
-		return failures, jittered(min(r.cfg.BackoffMin, askAgain))
+// trouble is why a relay of events pauses.
+type trouble struct {
+	unready       bool // the sender has no connection
+	claims, sends int  // failures in a row
+	lastSend      time.Time
+}
+
+// round claims once and sends what was claimed. It says how long to wait.
+func (r *Events) round(ctx, work context.Context, t *trouble) time.Duration {
+	if t.unready = r.sender.Ready() != nil; t.unready { // which Ready tells, and the sender logs
+		return jittered(min(r.cfg.BackoffMin, askAgain))
 	}
 	limit := r.cfg.ClaimLimit
-	if failures > 0 {
+	if t.claims > 0 || t.sends > 0 {
 		limit = 1 // a probe
 	}
 	claimedAt := time.Now()
@@ -224,16 +232,24 @@ func (r *Events) round(ctx, work context.Context, failures int) (int, time.Durat
 	claim, err := r.store.ClaimOutgoing(claimCtx, limit, r.cfg.Lease)
 	cancel()
 	if err != nil {
-		if failures == 0 && ctx.Err() == nil {
+		if t.claims++; t.claims == 1 && ctx.Err() == nil {
 			r.cfg.Logger.Warn("outbox of events cannot be read, will be tried until it can", "err", err)
 		}
 		r.set(func() { r.storeErr = err })
-		return failures + 1, backoff(r.cfg.BackoffMin, r.cfg.PauseMax, failures+1)
+		return backoff(r.cfg.BackoffMin, r.cfg.PauseMax, t.claims)
 	}
+	if t.claims > 0 {
+		r.cfg.Logger.Info("outbox of events can be read again", "failures", t.claims)
+	}
+	t.claims = 0
 	r.set(func() { r.storeErr = nil })
 	if len(claim.Rows) == 0 {
-		// While a send has failed and its event waits, nothing says that the broker is back; nor is there anything that it keeps waiting.
-		return failures, jittered(r.cfg.Poll)
+		// While a send has failed and its event waits, nothing says that the broker is back. Once every event that failed here has been tried again
+		// since, or another relay has sent it, there is nothing left to be paused for.
+		if t.sends > 0 && time.Since(t.lastSend) > 2*r.cfg.BackoffMax {
+			r.goOn(t)
+		}
+		return jittered(r.cfg.Poll)
 	}
 	// A send is started only if it can be cut off clearly before the lease ends.
 	until := claimedAt.Add(r.cfg.Lease)
@@ -241,19 +257,25 @@ func (r *Events) round(ctx, work context.Context, failures int) (int, time.Durat
 	failed := r.mark(work, claim, results, until)
 	switch {
 	case failed != nil:
-		if failures == 0 && ctx.Err() == nil {
+		if t.sends++; t.sends == 1 && ctx.Err() == nil {
 			r.cfg.Logger.Warn("event was not sent, the relay of events pauses", "err", failed)
 		}
+		t.lastSend = time.Now()
 		r.set(func() { r.sendErr = failed })
-		return failures + 1, backoff(r.cfg.BackoffMin, r.cfg.PauseMax, failures+1)
-	case failures > 0:
-		r.cfg.Logger.Info("the relay of events goes on", "failures", failures)
-		r.set(func() { r.sendErr = nil })
-		return 0, 0
+		return backoff(r.cfg.BackoffMin, r.cfg.PauseMax, t.sends)
+	case t.sends > 0:
+		r.goOn(t)
+		return 0
 	case len(claim.Rows) == limit:
-		return 0, 0
+		return 0
 	}
-	return 0, jittered(r.cfg.Poll)
+	return jittered(r.cfg.Poll)
+}
+
+func (r *Events) goOn(t *trouble) {
+	r.cfg.Logger.Info("the relay of events goes on", "failures", t.sends)
+	r.set(func() { r.sendErr = nil })
+	t.sends = 0
 }
 
 // sentEvent is what became of one claimed event: neither a message id nor an error says that it was not tried.

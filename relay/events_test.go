@@ -293,7 +293,7 @@ func TestEventsWaitForTheBroker(t *testing.T) {
 	}
 	b.broker.Stop()
 	b.place(t, orders.NewOrder{})
-	eventually(t, "the lost connection is noticed", func() bool { return errors.Is(r.Ready(), rmq.ErrNotReady) || r.Ready() != nil })
+	eventually(t, "the lost connection is noticed, and the relay paused for it", func() bool { return errors.Is(r.Ready(), rmq.ErrNotReady) && r.metric(t, "paused") == 1 })
 	fails()
 	if err := b.broker.Resume(); err != nil {
 		t.Fatal(err)
@@ -317,6 +317,18 @@ func (b *bundle) wantSequences(t *testing.T) {
 		}
 		last[a.Subject] = a.Sequence
 	}
+}
+
+func TestRelayOfEventsWithNothingLeftToSendIsNotPausedForEver(t *testing.T) {
+	t.Parallel()
+	b := eventSetup(t)
+	b.place(t, orders.NewOrder{})
+	refuse := senderFunc(func(context.Context, relay.Message) (string, error) { return "", errors.New("no route to the broker") })
+	r := startEvents(t, b.store, refuse, relay.EventsConfig{BackoffMin: 5 * time.Millisecond, BackoffMax: 50 * time.Millisecond})
+	eventually(t, "the relay says why it is paused", func() bool { return strings.Contains(fmt.Sprint(r.Ready()), "no route") && r.metric(t, "paused") == 1 })
+	// Another relay has sent it.
+	b.db.Exec(t, "UPDATE event_outbox SET state = 'sent', lease_token = NULL")
+	eventually(t, "the relay is ready", func() bool { return r.Ready() == nil && r.metric(t, "paused") == 0 }, func() any { return r.Ready() })
 }
 
 func TestSeveralRelaysSendAnOrdersEventsInSequence(t *testing.T) {
