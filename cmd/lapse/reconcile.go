@@ -29,9 +29,9 @@ or SIGINT; a night that was missed is caught up at the start. With --once it mak
 
 A run writes a row on the primary and waits until the replica shows it (reconcile.max_lag). A replica that lags by
 more, has stopped, or is no replica of this primary ends the run with exit code 3 before anything is read; with
---on-lag primary the primary is scanned instead, slower, and not audited. One run works at a time: a second one says so and is done. A
-run that was killed is resumed by the next, and another one then looks at what came due since (--json lists the first
-under resumed_runs). An order that cannot be cancelled is parked, and the run goes on.
+--on-lag primary the primary is scanned instead, slower, and not audited. One run works at a time: a second one says so
+and is done. A run that was killed is resumed by the next, and another one then looks at what came due since (--json
+lists the first under resumed_runs). An order that cannot be cancelled is parked, and the run goes on.
 
 Every nightly run ends with an audit of all invariants on the replica, --once does with --audit; findings are listed,
 exit code 4. An order that had to be cancelled is one that the message path missed: the report and the order's story

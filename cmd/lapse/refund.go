@@ -14,9 +14,9 @@ func (a *app) refundCmd() *cobra.Command {
 		Short: "Give back what must not stay, through the payment gateway, until told to stop",
 		Long: `Makes the refunds of late, duplicate, excess and mismatched payments through the shop's payment service (gateway.url,
 see docs/gateway.md), and repeats closes of payment pages that got no answer. Payments under another name than
-gateway.name are left to the refund process that has it. It runs until SIGTERM or SIGINT. Several
-may run; they share the refunds. Each refund carries a key of its own, so that a process killed between any two steps
-makes none twice. What cannot be made is parked after refund.max_attempts.
+gateway.name are left to the refund process that has it. It runs until SIGTERM or SIGINT. Several may run; they share
+the refunds. Each refund carries a key of its own, so that a process killed between any two steps makes none twice. What
+cannot be made is parked after refund.max_attempts.
 
 It works on the database as mysql.dsn_refund; without it, as mysql.dsn. It needs no broker.`,
 		Example: `  export LAPSE_MYSQL_DSN='lapse:secret@tcp(db:3306)/lapse'
