@@ -16,8 +16,9 @@ mark() {
 # started_at PID: the kernel's start time of a process that runs; fails for one that is gone or a zombie. The command name, field 2 of
 # stat, may hold blanks and parentheses, so it is cut off first.
 started_at() {
-  local stat fields
-  { stat=$(<"/proc/$1/stat"); } 2>/dev/null || return 1
+  local stat="" fields
+  # Not $(<file): bash ends the whole shell when the process goes between the opening of its file and the reading. At the end of the file read fails.
+  { read -rd "" stat <"/proc/$1/stat" || [[ -n $stat ]]; } 2>/dev/null || return 1
   read -ra fields <<<"${stat##*) }"
   [[ ${fields[0]} != [ZX] ]] || return 1
   echo "${fields[19]}"
