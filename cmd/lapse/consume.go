@@ -23,7 +23,7 @@ It also watches the dead letters of the group: what the broker gave up is counte
 It works on the database as mysql.dsn_consume; without it, as mysql.dsn.`,
 		Example: `  export LAPSE_MYSQL_DSN='lapse:secret@tcp(db:3306)/lapse'
   lapse consume --endpoints broker:8081
-  lapse consume --config lapse.yaml --http-addr 127.0.0.1:9872   # a second one on this host
+  lapse consume --config lapse.yaml --http-addr 127.0.0.1:9881   # a second one on this host
   lapse health consume`,
 		Args: a.exactly(),
 		RunE: a.begin(func(cmd *cobra.Command, _ []string) error {
