@@ -330,3 +330,22 @@ func pathWithout(t *testing.T, program string) string {
 	}
 	return strings.Join(kept, string(filepath.ListSeparator))
 }
+
+// STACK_STATE may lead to a directory of somebody else's.
+func TestAResetLeavesADirectoryAloneThatIsNoStack(t *testing.T) {
+	t.Parallel()
+	call, state, _ := newScript(t)
+	theirs := filepath.Join(state, "bin", "tool")
+	if err := os.MkdirAll(filepath.Dir(theirs), 0o750); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(theirs, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, code := call(nil, "reset"); code != 0 || !strings.Contains(out, "no stack here") {
+		t.Errorf("exit %d:\n%s", code, out)
+	}
+	if _, err := os.Stat(theirs); err != nil {
+		t.Error(err)
+	}
+}
