@@ -28,8 +28,7 @@ const (
 // this reason alone: a cancel by hand may come at any time.
 const ReasonTimeout = "timeout"
 
-// Item is one line of an order. Price is in minor units (cents), of one piece. Of one SKU an order has 1 to 1,000,000,000 pieces, so that the
-// counters of its stock do not overflow.
+// Item is one line of an order. Price is in minor units (cents), of one piece. Of one SKU an order has 1 to [MaxQuantity] pieces.
 type Item struct {
 	SKU      string `json:"sku"`
 	Quantity int64  `json:"quantity"`
@@ -198,8 +197,8 @@ func sumItems(items []Item) ([]Item, error) {
 		if seen && sum.Price != it.Price {
 			return nil, invalid("two lines of %q have the prices %d and %d; one SKU has one price", it.SKU, sum.Price, it.Price)
 		}
-		if it.Quantity > maxQuantity-sum.Quantity {
-			return nil, invalid("the quantities of %q add up to more than %d", it.SKU, maxQuantity)
+		if it.Quantity > MaxQuantity-sum.Quantity {
+			return nil, invalid("the quantities of %q add up to more than %d", it.SKU, MaxQuantity)
 		}
 		sum.SKU, sum.Price = it.SKU, it.Price
 		sum.Quantity += it.Quantity
@@ -219,9 +218,9 @@ func sumItems(items []Item) ([]Item, error) {
 // maxItems keeps the IN lists of one order below 1,000, the length from which MariaDB rewrites them into a join.
 const maxItems = 500
 
-// maxQuantity is how much of one SKU an order may have. A counter of stock that is not limited would run full otherwise, and fail whatever comes
-// after: also the payment of the order that filled it.
-const maxQuantity int64 = 1_000_000_000
+// MaxQuantity is how much of one SKU an order may have. A counter of stock that is not limited would run full otherwise, and fail whatever comes
+// after: also the payment of the order that filled it. It also keeps a slip, such as a barcode in the wrong member, from becoming a reservation.
+const MaxQuantity int64 = 1_000_000_000
 
 // clip cuts a text to n characters, so that a column can hold it in every sql_mode.
 //
@@ -238,7 +237,7 @@ func clip(s string, n int) string {
 // marked sent.
 func clipID(s string) string {
 	s = strings.Map(func(r rune) rune {
-		if r > unicode.MaxASCII || r == utf8.RuneError {
+		if r > unicode.MaxASCII { // also what stands for bytes that are no UTF-8
 			return '?'
 		}
 		return r

@@ -21,9 +21,6 @@ const (
 	replayedHeader = "Idempotency-Replayed"
 )
 
-// maxQuantity of one line, which keeps a slip such as a barcode in the wrong member from becoming a reservation.
-const maxQuantity = 1_000_000_000
-
 // maxLines of one order, which is the store's number of SKUs; maxReason is the width of the column, in characters.
 const (
 	maxLines  = 500
@@ -120,8 +117,8 @@ func (req placeRequest) order() (orders.NewOrder, *problem) {
 		switch {
 		case it.SKU == "":
 			return n, kindMalformed.problem("items[%d]: sku is missing", i)
-		case it.Quantity < 1 || it.Quantity > maxQuantity:
-			return n, kindMalformed.problem("items[%d]: quantity is missing, or not from 1 to %d", i, maxQuantity)
+		case it.Quantity < 1 || int64(it.Quantity) > orders.MaxQuantity:
+			return n, kindMalformed.problem("items[%d]: quantity is missing, or not from 1 to %d", i, orders.MaxQuantity)
 		case it.Price == nil:
 			return n, kindMalformed.problem("items[%d]: price is missing", i)
 		}

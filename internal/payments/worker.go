@@ -31,7 +31,7 @@ type Ledger interface {
 
 // WorkerConfig has the settings of a [Worker]. The zero value of each field means its default.
 type WorkerConfig struct {
-	// Name is the gateway's, as for [GateConfig]. A refund of another gateway's money is given up at once, with that reason. Required.
+	// Name is the gateway's, as for [GateConfig]. Refunds of another gateway's money are left to the worker that has its name. Required.
 	Name string
 	// Batch is how many refunds, and how many tasks, are claimed and worked on at once, at most 500. Default 16.
 	Batch int
